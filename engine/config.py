@@ -1,0 +1,138 @@
+"""`TransferConfig`: every knob of a transfer, validated at construction with every problem in one message."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .errors import ConfigError
+from .messages import InFlight, Landing
+
+Transport = Literal["auto", "shm", "gloo"]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes of ``64 * 2**20``, ``"64MiB"``, ``"1.5 GB"``. Raises `ValueError` for anything else."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a size")
+    if isinstance(value, int):
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write bytes, or a number with one of {', '.join(_UNITS)[2:]}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """Every knob of a transfer.
+
+    Attributes:
+        max_tmp_bytes: watermark: the most temporary bytes that all tasks in flight hold on one source rank. Bytes, or text
+            such as ``"2GiB"``.
+        bucket_bytes: a bucket is closed when the next tensor would take it beyond this; a larger tensor is split. None
+            takes a quarter of the watermark, at most 16 MiB.
+        h2d_concurrency, prepare_concurrency, send_concurrency: tasks that may be in a stage at once.
+        landing: ``staged`` (spare memory, copied into the live parameters at commit; a failed push leaves the old version
+            serving), ``streamed`` (no spare memory; fenced from the first byte until commit), ``mapped`` (parameters are
+            pointed at shared memory at commit; needs shared memory and a loader that says its parameters may move).
+        verify: digests over every landed byte, compared before a target votes.
+        push_timeout_s: deadline of a push, in seconds.
+        connect_timeout_s: deadline of `connect` and of every single control call, in seconds.
+        target_timeout_s: a target that makes no progress for so long while it is waited for is lost; the others go on.
+            None takes a quarter of ``push_timeout_s``.
+        transport: ``auto`` takes shared memory on one host and gloo between hosts.
+        in_flight: what happens to requests that are being answered at a commit: ``drain``, ``abort`` or ``keep``.
+        workers: threads that copy, cast and digest, on each source rank.
+        poll_interval_s: longest pause of the completion poller, in seconds.
+        bind_host: address that source sockets bind to. Anything but loopback needs ``secret``.
+        secret: shared secret of source and targets.
+        trace: record a trace of every push (`PushReport.trace`).
+    """
+
+    max_tmp_bytes: int | str = "256MiB"
+    bucket_bytes: int | str | None = None
+    h2d_concurrency: int = 2
+    prepare_concurrency: int = 2
+    send_concurrency: int = 2
+    landing: Landing = "staged"
+    verify: bool = True
+    push_timeout_s: float = 60.0
+    connect_timeout_s: float = 60.0
+    target_timeout_s: float | None = None
+    transport: Transport = "auto"
+    in_flight: InFlight = "keep"
+    workers: int = 2
+    poll_interval_s: float = 0.001
+    bind_host: str = "127.0.0.1"
+    secret: str | None = None
+    trace: bool = True
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        self._check_sizes(problems)
+        for name in ("h2d_concurrency", "prepare_concurrency", "send_concurrency", "workers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                problems.append(f"{name} is {value!r}; it must be a whole number of at least 1")
+        for name in ("push_timeout_s", "connect_timeout_s", "target_timeout_s", "poll_interval_s"):
+            value = getattr(self, name)
+            if name == "target_timeout_s" and value is None:
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+                problems.append(f"{name} is {value!r}; it must be a finite number of seconds above 0")
+        for name, kind in (("landing", Landing), ("transport", Transport), ("in_flight", InFlight)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                problems.append(f"{name} is {value!r}; choose one of {', '.join(get_args(kind))}")
+        if self.landing == "mapped" and self.transport == "gloo":
+            problems.append("landing 'mapped' needs shared memory; transport 'gloo' has none (choose 'auto' or 'shm')")
+        if self.bind_host not in LOOPBACK and not self.secret:
+            problems.append(f"bind_host {self.bind_host!r} is beyond loopback and secret is not set; set one on both sides")
+        for name in ("verify", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if problems:
+            raise ConfigError(problems)
+
+    def _check_sizes(self, problems: list[str]) -> None:
+        sizes: dict[str, int] = {}
+        for name in ("max_tmp_bytes", "bucket_bytes"):
+            value = getattr(self, name)
+            if name == "bucket_bytes" and value is None:
+                continue
+            try:
+                sizes[name] = parse_size(value)
+            except (ValueError, TypeError) as error:
+                problems.append(f"{name}: {error}")
+                continue
+            if sizes[name] < 1:
+                problems.append(f"{name} is {value!r}; it must be at least 1 byte")
+        if len(sizes) == 2 and sizes["bucket_bytes"] > sizes["max_tmp_bytes"]:
+            problems.append(
+                f"bucket_bytes ({sizes['bucket_bytes']}) is above the watermark max_tmp_bytes ({sizes['max_tmp_bytes']}): "
+                "no bucket could ever start; lower bucket_bytes or raise max_tmp_bytes"
+            )
+
+    @property
+    def watermark(self) -> int:
+        """`max_tmp_bytes` in bytes."""
+        return parse_size(self.max_tmp_bytes)
+
+    @property
+    def bucket(self) -> int:
+        """`bucket_bytes` in bytes, with its default resolved."""
+        if self.bucket_bytes is None:
+            return max(1, min(self.watermark // 4, 16 * 2**20))
+        return parse_size(self.bucket_bytes)
+
+    @property
+    def target_timeout(self) -> float:
+        """`target_timeout_s` in seconds, with its default resolved."""
+        return self.push_timeout_s / 4 if self.target_timeout_s is None else self.target_timeout_s

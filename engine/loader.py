@@ -1,0 +1,70 @@
+"""What a target's engine has to offer: a `Loader` for its weights, and `Serving` for its forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from syncline.scheduler.layout import Box, Manifest
+
+from .messages import InFlight
+
+
+class Landed(NamedTuple):
+    """A received part of a canonical tensor: which piece of the loader's manifest, which box, and its content.
+
+    ``tensor`` has the box's shape and the wire dtype and is contiguous. It is valid only during the call.
+    """
+
+    piece: int
+    box: Box
+    tensor: torch.Tensor
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """The weights of one rank of a target. Called from one worker thread at a time, never from the event loop.
+
+    Two families. One whose live memory may be written from outside (any ``nn.Module``) returns it from `buffers`; the
+    receiver then writes pieces straight into it and never calls `install`. The other (engines with a loader of their
+    own) returns None and gets everything through `install`.
+    """
+
+    def manifest(self, *, rank: int, world_size: int, host: str) -> Manifest:
+        """What this rank must receive. Its ``fingerprint`` changes when live memory was reallocated."""
+        ...
+
+    def buffers(self) -> Sequence[torch.Tensor] | None:
+        """Live tensors in the order of the manifest's buffers, or None."""
+        ...
+
+    def begin(self, version: int | None) -> None:
+        """A whole push is about to be written (``streamed``: at the first byte; else at commit). Runs under pause."""
+        ...
+
+    def install(self, landed: Sequence[Landed]) -> None:
+        """Load parts. Runs under pause, between `begin` and `finish`."""
+        ...
+
+    def rebind(self, landed: Sequence[Landed]) -> None:
+        """``mapped``: point the parameters at these tensors (whole pieces; valid until the next `rebind` returned)."""
+        ...
+
+    def finish(self, version: int | None) -> None:
+        """All content is in place: recompute what is derived from weights. Runs under pause."""
+        ...
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """The forward passes of one rank of a target."""
+
+    async def pause(self, in_flight: InFlight) -> None:
+        """Returns once no forward pass runs and none will start."""
+        ...
+
+    async def resume(self, version: int) -> None:
+        """Let forward passes run again, all on ``version``. Prefix caches of older versions are dropped by now."""
+        ...
