@@ -6,6 +6,7 @@
     ├── IllegalTransition             a bug: the state machine was given an event that its state does not allow
     ├── ClosedError                   yours: the engine or receiver is closed, or not connected yet
     ├── BusyError                     yours: a second push was started while one runs
+    ├── NotServing                    yours: a forward pass was started on a target that is fenced
     ├── VersionConflict               the version is not newer than what the target holds, or names other content
     ├── ControlError                  the control plane
     │   ├── TargetUnreachable         no answer from the target's control address
@@ -40,6 +41,7 @@ __all__ = [
     "DigestMismatch",
     "IllegalTransition",
     "LoaderError",
+    "NotServing",
     "PlanError",
     "ProtocolError",
     "PushAborted",
@@ -70,6 +72,10 @@ class ClosedError(SynclineError):
 
 class BusyError(SynclineError):
     """A second push was started while one runs. Wait for the first one's result."""
+
+
+class NotServing(SynclineError):
+    """A forward pass was started on a target that is fenced: it holds no whole committed version."""
 
 
 class VersionConflict(SynclineError):
@@ -127,8 +133,9 @@ class DigestMismatch(PushError):
 _BY_NAME: dict[str, type[SynclineError]] = {
     kind.__name__: kind
     for kind in (
-        AuthError, BusyError, ClosedError, ControlError, DigestMismatch, LoaderError, ProtocolError, PushAborted, PushError,
-        PushTimeout, SourceRankLost, StageError, SynclineError, TargetLost, TargetUnreachable, TransportError, VersionConflict,
+        AuthError, BusyError, ClosedError, ControlError, DigestMismatch, LoaderError, NotServing, ProtocolError, PushAborted,
+        PushError, PushTimeout, SourceRankLost, StageError, SynclineError, TargetLost, TargetUnreachable, TransportError,
+        VersionConflict,
     )
 }  # fmt: skip
 

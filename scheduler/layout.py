@@ -3,72 +3,264 @@
 A *canonical tensor* is a parameter or buffer under its Hugging Face checkpoint name with its full shape. A *box* is an
 axis-aligned region of it. A *piece* is a box together with the strided view in which some rank holds it. A *manifest* is
 everything that one rank holds (source) or must receive (target).
+
+A manifest is a rank's identity and its `Layout`. Replicas have equal layouts; planning works once on each distinct one.
+Both are immutable and named by a digest over their content. Small manifests are written as tuples of dataclasses, large
+ones from numpy columns (`syncline.scheduler.columns`); both read the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
 
-Index = tuple[int, ...]
+import msgspec
+import numpy as np
+import xxhash
+
+from .boxes import Box, Index, flat_boxes, flat_offset, row_major
+from .columns import Buffer, BufferTable, Piece, PieceTable, TableWire, Tensor, TensorTable, decode, encode
+
+__all__ = [
+    "Box",
+    "Buffer",
+    "BufferTable",
+    "Index",
+    "Layout",
+    "Manifest",
+    "Piece",
+    "PieceTable",
+    "Tensor",
+    "TensorTable",
+    "flat_boxes",
+    "flat_offset",
+    "row_major",
+]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Box:
-    """An axis-aligned region: ``start[d] <= i[d] < start[d] + shape[d]``. A 0-d tensor is the box ``((), ())``."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """What a rank holds, without who it is: the part of a manifest that replicas share.
 
-    start: Index
-    shape: Index
+    Attributes:
+        tensors, pieces, buffers: columns that read as sequences of `Tensor`, `Piece`, `Buffer`.
+        aliases: other names of tensors: alias -> name. Both name the same content (tied weights).
+        optional: names that the other side need not have (a target keeps what it holds) or want (a source).
+        whole_tensors: this target must get each box from one segment sequence and never cut at source shards (its loader
+            transforms whole tensors).
+        movable: this target's parameters may be pointed at other memory (``mapped``).
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
-    """A canonical tensor: checkpoint name, full shape, dtype name, and the mesh group its collectives run in."""
-
-    name: str
-    shape: Index
-    dtype: str
-    group: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A box of canonical tensor ``tensor`` (index into the manifest), held in a strided view of ``buffer``.
-
-    ``offset`` and ``strides`` count elements of ``dtype``; ``offset`` is relative to the first element of the local
-    tensor that the adapter registered as ``buffer``. Strides may be any non-negative integers (a transposed or sliced view).
+    Raises:
+        ValueError: a piece points beyond the tables, or has another number of axes than its tensor.
     """
 
-    tensor: int
-    box: Box
-    buffer: int
-    offset: int
-    strides: Index
-    dtype: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Buffer:
-    """Local memory that pieces refer to. ``kind`` is ``memory``, or ``file`` for a mapped file (``h2d`` copies it out)."""
-
-    name: str
-    nbytes: int
-    device: str = "cpu"
-    kind: str = "memory"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """All pieces that one rank holds (source) or must receive (target)."""
-
-    rank: int
-    world_size: int
-    host: str
-    tensors: tuple[Tensor, ...]
-    pieces: tuple[Piece, ...]
-    buffers: tuple[Buffer, ...]
+    tensors: TensorTable = field(default_factory=lambda: TensorTable.of(()))
+    pieces: PieceTable = field(default_factory=lambda: PieceTable.of(()))
+    buffers: BufferTable = field(default_factory=lambda: BufferTable.of(()))
     aliases: Mapping[str, str] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
     whole_tensors: bool = False
     movable: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "aliases", dict(self.aliases))
+        object.__setattr__(self, "optional", frozenset(self.optional))
+        pieces = self.pieces
+        if not len(pieces):
+            return
+        for column, table in (("tensor", self.tensors), ("buffer", self.buffers)):
+            values = getattr(pieces, column)
+            if values.min() < 0 or values.max() >= len(table):
+                raise ValueError(f"a piece points at {column} {values.max()}, beyond the {len(table)} of its manifest")
+        wrong = np.flatnonzero(self.tensors.ndim[pieces.tensor] != pieces.ndim)
+        if len(wrong):
+            name = self.tensors.names[pieces.tensor[wrong[0]]]
+            raise ValueError(f"piece {wrong[0]} has {pieces.ndim[wrong[0]]} axes; its tensor {name} has another number")
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of the content. Equal layouts have equal digests, however they were built."""
+        return xxhash.xxh3_128_hexdigest(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """One msgpack document; columns are raw little-endian bytes, each in its narrowest type."""
+        wire = _LayoutWire(
+            tensors=encode(self.tensors),
+            pieces=encode(self.pieces),
+            buffers=encode(self.buffers),
+            aliases=sorted(self.aliases.items()),
+            optional=sorted(self.optional),
+            whole_tensors=self.whole_tensors,
+            movable=self.movable,
+        )
+        return msgspec.msgpack.encode(wire)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Layout:
+        """The inverse of `to_bytes`. Raises `ValueError` for anything that `to_bytes` does not write."""
+        wire = _decode(data, _LayoutWire)
+        return cls(
+            tensors=decode(TensorTable, wire.tensors),
+            pieces=decode(PieceTable, wire.pieces),
+            buffers=decode(BufferTable, wire.buffers),
+            aliases=dict(wire.aliases),
+            optional=frozenset(wire.optional),
+            whole_tensors=wire.whole_tensors,
+            movable=wire.movable,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, init=False, eq=False)
+class Manifest:
+    """All pieces that one rank holds (source) or must receive (target): who it is, and its `Layout`.
+
+    ``Manifest(rank=…, world_size=…, host=…, tensors=…, pieces=…, buffers=…, aliases=…, optional=…, whole_tensors=…,
+    movable=…, fingerprint=…)`` builds the layout from small tuples or tables; ``Manifest(…, layout=layout)`` shares one.
+    With both, the parts that are given replace those of ``layout``.
+
+    Attributes:
+        rank, world_size: place in the source, or in its target.
+        host: ranks with equal hosts can share memory.
+        layout: what the rank holds.
+        fingerprint: changes when memory was reallocated although the layout stayed the same.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    layout: Layout
     fingerprint: str = ""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        host: str,
+        fingerprint: str = "",
+        layout: Layout | None = None,
+        tensors: Iterable[Tensor] | None = None,
+        pieces: Iterable[Piece] | None = None,
+        buffers: Iterable[Buffer] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        optional: Iterable[str] | None = None,
+        whole_tensors: bool | None = None,
+        movable: bool | None = None,
+    ) -> None:
+        parts = {
+            "tensors": tensors if tensors is None or isinstance(tensors, TensorTable) else TensorTable.of(tensors),
+            "pieces": pieces if pieces is None or isinstance(pieces, PieceTable) else PieceTable.of(pieces),
+            "buffers": buffers if buffers is None or isinstance(buffers, BufferTable) else BufferTable.of(buffers),
+            "aliases": aliases,
+            "optional": optional if optional is None else frozenset(optional),
+            "whole_tensors": whole_tensors,
+            "movable": movable,
+        }
+        given = {name: value for name, value in parts.items() if value is not None}
+        base = {name: getattr(layout, name) for name in parts} if layout is not None else {}
+        settled: dict[str, Any] = {
+            "rank": rank,
+            "world_size": world_size,
+            "host": host,
+            "fingerprint": fingerprint,
+            "layout": layout if layout is not None and not given else Layout(**{**base, **given}),
+        }
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def tensors(self) -> TensorTable:
+        return self.layout.tensors
+
+    @property
+    def pieces(self) -> PieceTable:
+        return self.layout.pieces
+
+    @property
+    def buffers(self) -> BufferTable:
+        return self.layout.buffers
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return self.layout.aliases
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return self.layout.optional
+
+    @property
+    def whole_tensors(self) -> bool:
+        return self.layout.whole_tensors
+
+    @property
+    def movable(self) -> bool:
+        return self.layout.movable
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of identity, fingerprint and layout."""
+        identity = (self.rank, self.world_size, self.host, self.fingerprint, self.layout.digest)
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(identity))
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, Manifest) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def to_bytes(self) -> bytes:
+        """One msgpack document."""
+        wire = _ManifestWire(
+            rank=self.rank,
+            world_size=self.world_size,
+            host=self.host,
+            fingerprint=self.fingerprint,
+            layout=self.layout.to_bytes(),
+        )
+        return msgspec.msgpack.encode(wire)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, known: MutableMapping[str, Layout] | None = None) -> Manifest:
+        """The inverse of `to_bytes`. Raises `ValueError` for anything that `to_bytes` does not write.
+
+        Args:
+            known: layouts by digest. Manifests that are decoded with the same mapping share equal layouts.
+        """
+        wire = _decode(data, _ManifestWire)
+        digest = xxhash.xxh3_128_hexdigest(wire.layout)
+        layout = None if known is None else known.get(digest)
+        if layout is None:
+            layout = Layout.from_bytes(wire.layout)
+            if known is not None:
+                known[digest] = layout
+        return cls(rank=wire.rank, world_size=wire.world_size, host=wire.host, fingerprint=wire.fingerprint, layout=layout)
+
+
+_Wire = TypeVar("_Wire")
+
+
+class _LayoutWire(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_only=True):
+    tensors: TableWire
+    pieces: TableWire
+    buffers: TableWire
+    aliases: list[tuple[str, str]]
+    optional: list[str]
+    whole_tensors: bool
+    movable: bool
+
+
+class _ManifestWire(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_only=True):
+    rank: int
+    world_size: int
+    host: str
+    fingerprint: str
+    layout: bytes
+
+
+def _decode(data: bytes, kind: type[_Wire]) -> _Wire:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not the bytes of a manifest: {error}") from error

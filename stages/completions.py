@@ -4,3 +4,210 @@ Two kinds. *Polled* ones answer `poll()` (CUDA events, collectives: gloo's and N
 ones call back into the loop when they end (threads, sockets). The driver's one poller asks the first kind; the second
 kind costs nothing until it fires.
 """
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from typing import Any, Generic, TypeVar, cast
+
+from syncline.scheduler.completion import Completion
+
+from .errors import TransportError
+
+__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "gather_completions"]
+
+T = TypeVar("T")
+
+
+class Signal(Generic[T]):
+    """A signalled completion with a result of type ``T``. Belongs to one event loop; may be awaited any number of times.
+
+    Unlike `asyncio.Future` it cannot be cancelled by a waiter (started work goes on), and an error that nobody asks for
+    is not reported: the driver drops completions of abandoned tasks.
+    """
+
+    __slots__ = ("_callbacks", "_done", "_error", "_loop", "_result")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = asyncio.get_running_loop() if loop is None else loop
+        self._callbacks: list[Callable[[], None]] = []
+        self._done = False
+        self._error: BaseException | None = None
+        self._result: T | None = None
+
+    @property
+    def done(self) -> bool:
+        """True when it has ended, well or not."""
+        return self._done
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it ended with, if it failed."""
+        return self._error
+
+    @property
+    def result(self) -> T:
+        """The result of a completion that is done; raises its error."""
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._result)
+
+    def poll(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._done
+
+    def subscribe(self, callback: Callable[[], None]) -> bool:
+        if self._done:
+            self._loop.call_soon(callback)
+        else:
+            self._callbacks.append(callback)
+        return True
+
+    def set(self, result: T | None = None) -> None:
+        """End well (on the loop). Ignored when it has ended already."""
+        self._finish(result, None)
+
+    def fail(self, error: BaseException) -> None:
+        """End with ``error`` (on the loop). Ignored when it has ended already."""
+        self._finish(None, error)
+
+    def set_threadsafe(self, result: T | None = None) -> None:
+        """`set`, from any thread. Does nothing when the loop is closed: nobody waits any more."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._finish, result, None)
+
+    def fail_threadsafe(self, error: BaseException) -> None:
+        """`fail`, from any thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._finish, None, error)
+
+    def _finish(self, result: T | None, error: BaseException | None) -> None:
+        if self._done:
+            return
+        self._done, self._result, self._error = True, result, error
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._done:
+            future: asyncio.Future[None] = self._loop.create_future()
+
+            def wake() -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            self._callbacks.append(wake)
+            yield from future
+        return self.result
+
+
+class WorkCompletion:
+    """A polled completion of a `torch.distributed.Work` of a *collective* (gloo's point-to-point work cannot be polled).
+
+    Keeps ``work`` alive: gloo gives up a work whose last reference is dropped.
+    """
+
+    __slots__ = ("_what", "_work")
+
+    def __init__(self, work: Any, what: str) -> None:
+        self._work = work
+        self._what = what
+
+    def poll(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        error = self._work.exception()
+        if error is not None:
+            raise TransportError(f"{self._what} failed: {error}") from None
+        return True
+
+    def subscribe(self, callback: Callable[[], None]) -> bool:
+        return False
+
+
+def gather_completions(parts: Iterable[Completion | None]) -> Completion | None:
+    """One completion for all ``parts`` (None: already done). Ends when *all* have ended, with the first error among them.
+
+    It waits for the others after an error: memory that they use must not be taken for free before. All parts must be
+    signalled ones; `ValueError` otherwise.
+    """
+    open_parts = [part for part in parts if part is not None]
+    if not open_parts:
+        return None
+    if len(open_parts) == 1:
+        return open_parts[0]
+    return _Gathered(open_parts).signal
+
+
+class _Gathered:
+    def __init__(self, parts: list[Completion]) -> None:
+        self.signal: Signal[None] = Signal()
+        self._left = len(parts)
+        self._error: BaseException | None = None
+        for part in parts:
+            if not part.subscribe(lambda part=part: self._ended(part)):  # type: ignore[misc]
+                raise ValueError(f"{part!r} has to be polled; gather_completions takes signalled completions only")
+
+    def _ended(self, part: Completion) -> None:
+        try:
+            part.poll()
+        except BaseException as error:  # noqa: BLE001 - handed on
+            self._error = self._error or error
+        self._left -= 1
+        if self._left == 0:
+            if self._error is None:
+                self.signal.set()
+            else:
+                self.signal.fail(self._error)
+
+
+class TaskScope:
+    """Coroutines that outlive a push because what they started cannot be cancelled. Lives as long as its owner.
+
+    Each `start` returns the signal of the coroutine's end. `join` waits for all of them, for a bounded time.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Signal[T]:
+        """Run ``coroutine`` as a task of this scope."""
+        signal: Signal[T] = Signal()
+        task = asyncio.get_running_loop().create_task(_settle(coroutine, signal))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return signal
+
+    @property
+    def running(self) -> int:
+        """Coroutines that have not ended."""
+        return len(self._tasks)
+
+    async def join(self, timeout_s: float) -> bool:
+        """Wait for all, at most ``timeout_s`` seconds, then cancel what is left. True if none had to be cancelled."""
+        if not self._tasks:
+            return True
+        _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.gather(*late, return_exceptions=True)
+        return not late
+
+
+async def _settle(coroutine: Coroutine[Any, Any, T], signal: Signal[T]) -> None:
+    try:
+        result = await coroutine
+    except asyncio.CancelledError:
+        signal.fail(TransportError("given up: its owner was closed before it ended"))
+        raise
+    except BaseException as error:
+        signal.fail(error)
+        if not isinstance(error, Exception):
+            raise
+    else:
+        signal.set(result)

@@ -1,0 +1,263 @@
+"""The tensors of a module or dict as manifest entries: found, named, cut into pieces, and watched for changes.
+
+Sources and module loaders share this. A `Holdings` is a snapshot; `unchanged` says in a fraction of a microsecond a tensor
+whether the module still holds the same memory, so that a push need not look at anything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from syncline.scheduler.errors import PlanError
+from syncline.scheduler.layout import Box, Buffer, Index, Manifest, Piece, Tensor
+
+from .dtensor import HeldBox, Local, local_of, local_tensor, same_locals
+from .mapped_files import MappedFiles
+from .modules import Entry, Root, entries, structure
+from .named_box import NamedBox
+from .names import NameMap, canonical_boxes
+
+
+class _Seen(NamedTuple):
+    """What a tensor looked like when it was last looked at."""
+
+    container: Mapping[str, Any]
+    key: str
+    owner: torch.Tensor
+    local: torch.Tensor
+    pointer: int
+    shape: torch.Size
+    strides: Index
+    dtype: torch.dtype
+
+
+def _look(container: Mapping[str, Any], key: str, owner: torch.Tensor) -> _Seen:
+    local = local_tensor(owner)
+    return _Seen(container, key, owner, local, local.data_ptr(), local.shape, local.stride(), local.dtype)
+
+
+class Holdings:
+    """A snapshot of what a module or dict holds on this rank.
+
+    Attributes:
+        tensors: canonical tensors; the same list on every rank of a sharded model.
+        pieces: the boxes that this rank holds of them.
+        locals: one plain tensor for each buffer of the manifest, sharing memory with the module's.
+        owners: for each buffer, the tensor objects of the module that hold it (several when tied by storage only).
+        aliases: names that are other names of a canonical tensor.
+        fingerprint: changes when addresses, shapes or types change.
+    """
+
+    def __init__(self, root: Root, *, names: NameMap | None = None, target: bool = False) -> None:
+        """Take the snapshot. ``target`` also checks that the memory can be written.
+
+        Raises:
+            PlanError: tensors that cannot travel; lists all of them.
+        """
+        self._problems: list[str] = []
+        self._target = target
+        self._structure = structure(root)
+        found = [entry for entry in entries(root) if self._is_plain(entry)]
+        self._seen = [_look(*entry[1:]) for entry in found]
+        self._sharded = [(seen.owner, seen.local) for seen in self._seen if seen.owner is not seen.local]
+        self.tensors: list[Tensor] = []
+        self.pieces: list[Piece] = []
+        self.buffers: list[Buffer] = []
+        self.locals: list[torch.Tensor] = []
+        self.owners: list[list[torch.Tensor]] = []
+        self.aliases: dict[str, str] = {}
+        self._build(found, root, names)
+        if self._problems:
+            raise PlanError(self._problems)
+        self.fingerprint = self._fingerprint()
+
+    def unchanged(self) -> bool:
+        """Whether the module still has the same tensors at the same addresses, with the same shapes and types."""
+        if not self._structure.unchanged():
+            return False
+        for container, key, owner, local, pointer, shape, strides, dtype in self._seen:
+            if (
+                container.get(key) is not owner
+                or local.data_ptr() != pointer
+                or local.shape != shape
+                or local.dtype is not dtype
+                or local.stride() != strides
+            ):
+                return False
+        return same_locals(self._sharded)
+
+    def moved(self, buffers: Iterable[int]) -> None:
+        """The caller pointed these buffers' owners at other memory of the same shape: that is not a change."""
+        moved = {id(owner) for buffer in buffers for owner in self.owners[buffer]}
+        for buffer in buffers:
+            self.locals[buffer] = local_tensor(self.owners[buffer][0]).detach()
+        self._seen = [_look(*seen[:3]) if id(seen.owner) in moved else seen for seen in self._seen]
+
+    def manifest(
+        self, *, rank: int, world_size: int, host: str, optional: Iterable[str] = (), movable: bool = False
+    ) -> Manifest:
+        """The manifest of this snapshot. ``optional``: canonical names or patterns (``*``) that the other side may lack."""
+        known = [*(tensor.name for tensor in self.tensors), *self.aliases]
+        allowed: set[str] = set()
+        for pattern in optional:
+            allowed.update(name for name in known if fnmatchcase(name, pattern))
+        return Manifest(
+            rank=rank, world_size=world_size, host=host, tensors=tuple(self.tensors), pieces=tuple(self.pieces),
+            buffers=tuple(self.buffers), aliases=dict(self.aliases), optional=frozenset(allowed), movable=movable,
+            fingerprint=self.fingerprint,
+        )  # fmt: skip
+
+    def _is_plain(self, entry: Entry) -> bool:
+        """Whether the local tensor is memory that strides describe; records a problem if not."""
+        tensor: Any = entry.tensor
+        if not isinstance(tensor, torch.Tensor):
+            self._problems.append(f"{entry.name} is a {type(tensor).__name__}, not a tensor; leave it out of the mapping")
+            return False
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            self._problems.append(f"{entry.name} is not initialized yet; run one forward pass before connecting")
+            return False
+        local: Any = local_tensor(tensor)
+        if local.layout is not torch.strided or local.is_quantized or is_traceable_wrapper_subclass(local):
+            self._problems.append(
+                f"{entry.name} is held as {type(local).__name__} ({local.layout}), which no rule unpacks; dequantize it first"
+            )
+            return False
+        if local.is_conj() or local.is_neg():
+            self._problems.append(f"{entry.name} is a lazy conjugate or negative; call resolve_conj() or resolve_neg() first")
+            return False
+        return self._has_memory(entry.name, local)
+
+    def _has_memory(self, name: str, local: torch.Tensor) -> bool:
+        try:
+            local.data_ptr()
+        except RuntimeError as error:  # a fake tensor
+            self._problems.append(f"{name} is a {type(local).__name__} without memory: {error}")
+            return False
+        return True
+
+    def _build(self, found: list[Entry], root: Root, names: NameMap | None) -> None:
+        shapes = {entry.name: tuple(entry.tensor.shape) for entry in found}
+        boxes = canonical_boxes(shapes, root=root if isinstance(root, nn.Module) else None, names=names)
+        files = MappedFiles()
+        first: dict[Any, tuple[str, int]] = {}
+        catalog = _Catalog(self.tensors, self._problems)
+        for entry in found:
+            identity = _identity(entry.tensor)
+            if identity in first:
+                name, buffer = first[identity]
+                self._alias(boxes[entry.name], boxes[name])
+                if buffer >= 0 and not any(entry.tensor is owner for owner in self.owners[buffer]):
+                    self.owners[buffer].append(entry.tensor)
+                continue
+            first[identity] = entry.name, self._add(entry, boxes[entry.name], catalog, files)
+
+    def _alias(self, names: Sequence[NamedBox], of: Sequence[NamedBox]) -> None:
+        for alias, primary in zip(names, of, strict=False):
+            if alias.name != primary.name:
+                self.aliases[alias.name] = primary.name
+
+    def _add(self, entry: Entry, boxes: Sequence[NamedBox], catalog: _Catalog, files: MappedFiles) -> int:
+        """Enter one tensor; returns its buffer's index, -1 if this rank holds none of it."""
+        try:
+            local = local_of(entry.tensor)
+        except ValueError as error:
+            self._problems.append(f"{entry.name}: {error}")
+            return -1
+        dtype = str(local.tensor.dtype).removeprefix("torch.")
+        indices = [catalog.index(entry.name, box, dtype) for box in boxes]
+        pieces = [
+            Piece(tensor=index, box=box, buffer=len(self.buffers), offset=offset, strides=strides, dtype=dtype)
+            for index, named in zip(indices, boxes, strict=True)
+            for held in local.boxes
+            for box, offset, strides in _intersection(named, held, local)
+        ]
+        if not pieces:
+            return -1
+        self.pieces += pieces
+        self.buffers.append(self._buffer(entry.name, local.tensor, files))
+        self.locals.append(local.tensor.detach())
+        self.owners.append([entry.tensor])
+        return len(self.buffers) - 1
+
+    def _buffer(self, name: str, local: torch.Tensor, files: MappedFiles) -> Buffer:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        mapped = files.find(local.data_ptr()) if local.device.type == "cpu" else None
+        if self._target:
+            if mapped is not None and not mapped.writable:
+                self._problems.append(f"{name} lies in a file that is mapped read-only; clone it before loading into it")
+            if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
+                self._problems.append(f"{name} is an expanded tensor (stride 0): its elements share memory; clone it")
+        kind = "file" if mapped is not None and mapped.is_file and not self._target else "memory"
+        return Buffer(name=name, nbytes=extent * local.element_size(), device=str(local.device), kind=kind)
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for seen in self._seen:
+            digest.update(repr((seen.key, seen.pointer, tuple(seen.shape), seen.strides, str(seen.dtype))).encode())
+        digest.update(repr([(tensor.name, tensor.shape) for tensor in self.tensors]).encode())
+        return digest.hexdigest()
+
+
+class _Catalog:
+    """Canonical tensors by name, with a check that no two parameters claim one element."""
+
+    def __init__(self, tensors: list[Tensor], problems: list[str]) -> None:
+        self._tensors, self._problems = tensors, problems
+        self._at: dict[str, int] = {}
+        self._claims: list[list[tuple[str, NamedBox]]] = []
+
+    def index(self, param: str, box: NamedBox, dtype: str) -> int:
+        """The index of the box's canonical tensor, entered if new."""
+        at = self._at.setdefault(box.name, len(self._tensors))
+        if at == len(self._tensors):
+            self._tensors.append(Tensor(name=box.name, shape=box.shape, dtype=dtype))
+            self._claims.append([])
+        known = self._tensors[at]
+        for other, claimed in self._claims[at]:
+            if _overlap(box, claimed) or known.shape != box.shape or known.dtype != dtype:
+                self._problems.append(
+                    f"{param} ({dtype}, in shape {box.shape}) and {other} ({known.dtype}, in shape {known.shape}) both map to "
+                    f"{box.name}; give one of them another name in the name table"
+                )
+                break
+        self._claims[at].append((param, box))
+        return at
+
+
+def _overlap(a: NamedBox, b: NamedBox) -> bool:
+    """Whether two boxes of one tensor share an element."""
+    return all(max(s, t) < min(s + n, t + m) for s, n, t, m in zip(a.start, a.size, b.start, b.size, strict=False))
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """Equal for two tensors that are one: the same object, or (plain ones) the same elements of the same memory."""
+    local = local_tensor(tensor)
+    if local is not tensor or local.device.type == "meta" or local.numel() == 0:
+        return id(tensor)
+    return local.device, local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+def _intersection(named: NamedBox, held: HeldBox, local: Local) -> Iterator[tuple[Box, int, Index]]:
+    """The part of a named box that a held box has: canonical box, offset into the local tensor, strides. At most one."""
+    offset = 0
+    strides = local.tensor.stride()
+    low: list[int] = []
+    count: list[int] = []
+    for axis, (begin, size) in enumerate(zip(named.local_start, named.local_size(), strict=True)):
+        first = max(begin, held.start[axis])
+        last = min(begin + size, held.start[axis] + held.shape[axis])
+        if last <= first:
+            return
+        low.append(first - begin)
+        count.append(last - first)
+        offset += (held.local_start[axis] + first - held.start[axis]) * strides[axis]
+    start = tuple(s + (low[axis] if axis >= 0 else 0) for s, axis in zip(named.start, named.axes, strict=True))
+    shape = tuple(count[axis] if axis >= 0 else 1 for axis in named.axes)
+    yield Box(start=start, shape=shape), offset, tuple(strides[axis] if axis >= 0 else 0 for axis in named.axes)

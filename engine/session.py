@@ -1,0 +1,314 @@
+"""One rank's connection of a source with its targets, from `connect` to `close`: the steps of a push, in order.
+
+    enter ─ (manifests ─ planned) ─ (offer ─ linked) ─ start ─ the pipeline runs ─ done
+                  if a side changed    if a link is missing
+
+Each step is an `exchange`: all ranks contribute, rank 0 decides (`Coordinator`), all ranks get the decision. `connect` is
+the same sequence up to ``linked``. A rank that fails says so in its next step, and all ranks leave the push together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from syncline.scheduler.errors import AllTargetsLost, DeadlineExceeded, PushCancelled, StageFailure
+from syncline.scheduler.layout import Manifest
+from syncline.scheduler.plan import Plan, PlanOptions, build_plan
+
+from .config import TransferConfig
+from .coordination import LOST, Coordination
+from .coordinator import Coordinator
+from .errors import (
+    ClosedError,
+    ControlError,
+    PushError,
+    PushTimeout,
+    StageError,
+    SynclineError,
+    error_from_wire,
+)
+from .meeting import meet
+from .report import PushReport
+from .reporting import build_report
+from .running import PushRun
+from .source import Source
+from .steps import Enter, Linked, LossNote, Manifests, Offers, Opening, Outcome, Start
+from .targets import RemoteTarget
+from .wiring import Wiring, transport_kinds
+
+_STEP_MARGIN_S = 2.0
+"""How much longer than the push other ranks wait for rank 0's last decision: it speaks first, and says more."""
+
+
+class Session:
+    """What a `TransferEngine` is connected by. Belongs to one event loop; one push at a time."""
+
+    def __init__(self, source: Source, targets: Sequence[RemoteTarget], config: TransferConfig) -> None:
+        self.source = source
+        self.targets = targets
+        self.config = config
+        self._coordination: Coordination | None = None
+        self._coordinator: Coordinator | None = None
+        self._wiring: Wiring | None = None
+        self._attempt = 0
+        self._until = 0.0
+        self._run: PushRun | None = None
+        self._dead: SynclineError | None = None
+
+    # ------------------------------------------------------------------------------------------------- what is called
+
+    async def connect(self) -> None:
+        """Meet, plan, prove, link."""
+        source, config = self.source, self.config
+        self._coordination = await meet(
+            source.process_group, source.rank, source.world_size, config.bind_host, config.connect_timeout_s
+        )
+        self._coordination.watch(self._on_abort, self._on_note)
+        if source.rank == 0:
+            self._coordinator = Coordinator(self.targets, config)
+        self._until = time.monotonic() + config.connect_timeout_s
+        await self._guarded("open", self._open(None, self._manifest()))
+
+    async def push(self, version: int, on_source_free: Callable[[], None]) -> PushReport:
+        """One push of ``version``."""
+        if self._dead is not None:
+            raise self._dead
+        self._attempt += 1
+        self._until = time.monotonic() + self.config.push_timeout_s
+        self._coordination_or_raise().forget(self._is_past)
+        return await self._guarded("done", self._push(version, on_source_free))
+
+    async def close(self) -> None:
+        """Close everything in bounded time. Idempotent."""
+        if self._wiring is not None:
+            await self._wiring.close()
+        if self._coordinator is not None:
+            await self._coordinator.close()
+        if self._coordination is not None:
+            await self._coordination.close()
+
+    # ------------------------------------------------------------------------------------------------------- the steps
+
+    async def _push(self, version: int, on_source_free: Callable[[], None]) -> PushReport:
+        await self._open(version, self._manifest())
+        wiring = self._wired()
+        start = msgspec.msgpack.decode(
+            await self._exchange("start", b"", lambda _parts: self._decide_start(version, wiring.plan)), type=Start
+        )
+        self._run = PushRun(self._attempt, version, start, wiring, self._report_loss)
+        try:
+            payload = await self._run.run(self._remaining(), on_source_free, lambda done: self._finish(version, done))
+        finally:
+            self._run = None
+        outcome = msgspec.msgpack.decode(payload, type=Outcome)
+        return build_report(outcome, [target.address for target in self.targets], trace=self.config.trace)
+
+    async def _open(self, version: int | None, manifest: Manifest) -> None:
+        """``enter``; then whatever has to be made anew."""
+        enter = Enter(
+            version=version,
+            manifest_digest=manifest.digest,
+            targets=[target.address for target in self.targets],
+            config_digest=_config_digest(self.config),
+            stuck=await self._wiring.settle() if self._wiring else 0,
+        )
+        decide = self._coordinator.decide_opening if self._coordinator else _not_here
+        opening = await self._exchange("enter", msgspec.msgpack.encode(enter), decide)
+        await self._make(msgspec.msgpack.decode(opening, type=Opening), manifest, must=version is None)
+
+    async def _make(self, opening: Opening, manifest: Manifest, *, must: bool) -> None:
+        if opening.replan:
+            await self._replan(manifest)
+        wiring = self._wired()
+        wiring.push_id = opening.push_id
+        if opening.regroup:
+            await wiring.regroup(opening.group_name, opening.rendezvous, timeout_s=self._remaining())
+        if opening.link:
+            await self._link(opening.link, must=must)
+
+    async def _replan(self, manifest: Manifest) -> None:
+        coordinator = self._coordinator
+        decide = coordinator.decide_manifests if coordinator else _not_here
+        payload = await self._exchange("manifests", manifest.to_bytes(), decide)
+        plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config)
+        await self._exchange(
+            "planned", plan.digest.encode(), coordinator.decide_planned if coordinator else _not_here
+        )
+        old, self._wiring = self._wiring, None
+        if old is not None:
+            await old.close()
+        self._wiring = await Wiring.make(self.source, plan, sources, targets, self.config)
+        if coordinator is not None:
+            coordinator.group_broken = True
+
+    async def _link(self, link: list[int], *, must: bool) -> None:
+        wiring, coordinator = self._wired(), self._coordinator
+        offers = Offers(descriptors=await wiring.offer(link))
+        payloads: list[bytes] = []
+
+        async def keep(parts: Sequence[bytes]) -> bytes:
+            payloads.extend(parts)
+            return b""
+
+        await self._exchange("offer", msgspec.msgpack.encode(offers), keep)
+        timeout_s = self._remaining() if must else min(self._remaining(), self.config.target_timeout)
+        linking = asyncio.ensure_future(wiring.link(link, timeout_s=timeout_s))
+        try:
+            linked = Linked()
+            if coordinator is not None:
+                offered = [msgspec.msgpack.decode(part, type=Offers) for part in payloads]
+                linked = await coordinator.connect_targets(link, offered, wiring.plan, wiring.kinds, timeout_s)
+            linked.failed.update(await linking)
+        finally:
+            if not linking.done():
+                linking.cancel()
+                await asyncio.gather(linking, return_exceptions=True)
+
+        async def decide(parts: Sequence[bytes]) -> bytes:
+            assert coordinator is not None
+            return await coordinator.decide_linked(parts, link, must=must)
+
+        decision = msgspec.msgpack.decode(await self._exchange("linked", msgspec.msgpack.encode(linked), decide), type=Linked)
+        wiring.drop_targets(int(index) for index in decision.failed)
+
+    async def _decide_start(self, version: int, plan: Plan) -> bytes:
+        assert self._coordinator is not None
+        return await self._coordinator.decide_start(version, plan, self._remaining)
+
+    async def _finish(self, version: int, done: bytes) -> bytes:
+        async def decide(parts: Sequence[bytes]) -> bytes:
+            assert self._coordinator is not None
+            assert self._run is not None
+            return await self._coordinator.decide_outcome(parts, version, self._run.lost, self._remaining)
+
+        return await self._exchange("done", done, decide)
+
+    # ------------------------------------------------------------------------------------------------- failing together
+
+    async def _guarded(self, last_step: str, work: asyncio._CoroutineLike[PushReport | None]) -> PushReport:
+        """Run ``work``; if it fails here, every rank and every target is told, and the error comes out typed."""
+        try:
+            return await work  # type: ignore[return-value]
+        except BaseException as raised:
+            error = _typed(raised, self.config)
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_STEP_MARGIN_S * 2):
+                    await self._spread(last_step, error)
+            if self._wiring is not None:
+                self._wiring.abort()
+            if error is raised or isinstance(raised, asyncio.CancelledError):
+                raise
+            raise error from raised
+
+    async def _spread(self, last_step: str, error: SynclineError) -> None:
+        coordination = self._coordination_or_raise()
+        await coordination.fail(self._step(last_step), error)
+        if self._coordinator is not None:
+            await self._coordinator.abort(f"{type(error).__name__}: {error}")
+
+    def _on_abort(self, step: str, error: SynclineError) -> None:
+        if step == LOST:
+            self._dead = error
+        elif not step.startswith(f"{self._attempt}/"):
+            return
+        if self._run is not None:
+            self._run.abort(error)
+
+    # --------------------------------------------------------------------------------------------------- losing a target
+
+    def _report_loss(self, target: int, error: SynclineError) -> None:
+        """This rank cannot reach a target any more: rank 0 decides, for all."""
+        note = LossNote(attempt=self._attempt, target=target, at_task=0, reason=str(error), error=type(error).__name__)
+        if self._coordinator is not None:
+            self._decide_loss(note)
+        else:
+            self._coordination_or_raise().tell("lost", msgspec.msgpack.encode(note))
+
+    def _decide_loss(self, note: LossNote) -> None:
+        """Rank 0: the target is lost on every rank. Sends are point to point, so it may take effect at any task."""
+        if self._run is None or note.attempt != self._attempt or note.target in self._run.lost:
+            return
+        self._coordination_or_raise().tell("drop", msgspec.msgpack.encode(note))
+        self._run.drop(note.target, note.at_task, note.reason)
+
+    def _on_note(self, topic: str, payload: bytes) -> None:
+        note = msgspec.msgpack.decode(payload, type=LossNote)
+        if topic == "lost":
+            self._decide_loss(note)
+        elif topic == "drop" and self._run is not None and note.attempt == self._attempt:
+            self._run.drop(note.target, note.at_task, note.reason)
+
+    # ----------------------------------------------------------------------------------------------------------- small
+
+    def _manifest(self) -> Manifest:
+        return self.source.manifest()
+
+    def _remaining(self) -> float:
+        return max(0.05, self._until - time.monotonic())
+
+    def _step(self, name: str) -> str:
+        return f"{self._attempt}/{name}"
+
+    def _is_past(self, step: str) -> bool:
+        number, _, _ = step.partition("/")
+        return number.isdecimal() and int(number) < self._attempt
+
+    async def _exchange(self, name: str, payload: bytes, decide: Callable[[Sequence[bytes]], object]) -> bytes:
+        coordination = self._coordination_or_raise()
+        margin = 0.0 if coordination.rank == 0 else _STEP_MARGIN_S
+        return await coordination.exchange(self._step(name), payload, decide, self._remaining() + margin)  # type: ignore[arg-type]
+
+    def _coordination_or_raise(self) -> Coordination:
+        if self._coordination is None:
+            raise ClosedError("this session is not connected")
+        return self._coordination
+
+    def _wired(self) -> Wiring:
+        if self._wiring is None:
+            raise ControlError("there is no plan: the last connection attempt failed half-way; connect again")
+        return self._wiring
+
+
+async def _not_here(_parts: Sequence[bytes]) -> bytes:
+    raise ControlError("only rank 0 decides")
+
+
+def _config_digest(config: TransferConfig) -> str:
+    return hashlib.sha256(repr(config).encode()).hexdigest()
+
+
+def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest], list[list[Manifest]]]:
+    manifests = msgspec.msgpack.decode(payload, type=Manifests)
+    sources = [Manifest.from_bytes(data) for data in manifests.sources]
+    targets = [[Manifest.from_bytes(data) for data in ranks] for ranks in manifests.targets]
+    kinds = transport_kinds(sources, targets, config)
+    options = PlanOptions(
+        bucket_bytes=config.bucket,
+        max_tmp_bytes=config.watermark,
+        landing=config.landing,
+        shared_landing=config.landing != "streamed" and all(kind == "shm" for kind in kinds.values()),
+    )
+    return build_plan(sources, targets, options), sources, targets
+
+
+def _typed(error: BaseException, config: TransferConfig) -> SynclineError:
+    """The engine's name for what pure code or a stage raised."""
+    if isinstance(error, StageFailure):
+        if isinstance(error.cause, PushError):
+            return error.cause
+        return StageError(str(error))
+    if isinstance(error, (DeadlineExceeded, TimeoutError)):
+        return PushTimeout(f"the push did not end within push_timeout_s = {config.push_timeout_s:g} s: {error}")
+    if isinstance(error, AllTargetsLost):
+        return error_from_wire("TargetLost", str(error))
+    if isinstance(error, (PushCancelled, asyncio.CancelledError)):
+        return PushError("the push was cancelled")
+    if isinstance(error, SynclineError):
+        return error
+    return PushError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,108 @@
+"""The targets as rank 0 of the source sees them: their control clients, and what they said last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+
+from syncline.scheduler.layout import Manifest
+
+from .control_client import ControlClient
+from .errors import SynclineError, TargetLost
+from .messages import Status
+
+log = logging.getLogger("syncline.engine")
+
+
+@dataclass(frozen=True)
+class RemoteTarget:
+    """A target in another process: the control address of its leader rank.
+
+    Args:
+        address: ``unix:/path`` or ``tcp://host:port``, as `Receiver.address` says.
+        secret: shared secret of this target; None takes the config's.
+    """
+
+    address: str
+    secret: str | None = None
+
+
+class TargetHandle:
+    """One target on rank 0: control client, manifests, and whether its links stand."""
+
+    def __init__(self, index: int, target: RemoteTarget, secret: str | None, timeout_s: float) -> None:
+        self.index = index
+        self.address = target.address
+        self.client = ControlClient(target.address, secret=target.secret or secret, timeout_s=timeout_s)
+        self.status: Status | None = None
+        self.manifests: tuple[Manifest, ...] = ()
+        self.raw_manifests: list[bytes] = []
+        self.planned_digest = ""
+        """Digest of the manifests that the plan in force was made from."""
+        self.linked_incarnation = ""
+        """The incarnation that the links reach; empty when they do not stand."""
+        self.lost = asyncio.Event()
+        self.lost_reason = ""
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def linked(self) -> bool:
+        return bool(self.linked_incarnation) and not self.lost.is_set()
+
+    async def refresh(self, timeout_s: float) -> Status:
+        """Ask for the status; fetch the manifests if they changed."""
+        async with asyncio.timeout(timeout_s):
+            status = await self.client.status()
+            if not self.raw_manifests or self.status is None or status.manifest_digest != self.status.manifest_digest:
+                reply = await self.client.manifest()
+                self.raw_manifests = reply.manifests
+                self.manifests = tuple(Manifest.from_bytes(data) for data in reply.manifests)
+            self.status = status
+        return status
+
+    def needs_link(self) -> bool:
+        """The target answers, but the links that stand reach nothing or another incarnation of it."""
+        return self.status is not None and (not self.linked or self.status.incarnation != self.linked_incarnation)
+
+    def linked_up(self) -> None:
+        """All links to the target stand: watch it."""
+        assert self.status is not None
+        self.linked_incarnation = self.status.incarnation
+        self.lost.clear()
+        self.lost_reason = ""
+        self._unwatch()
+        self._watch = asyncio.create_task(self._watch_it(), name=f"syncline-watch-{self.index}")
+
+    def unlinked(self, reason: str) -> None:
+        """The links are gone: the next push has to make new ones."""
+        self.linked_incarnation = ""
+        self.lost_reason = reason
+        self.lost.set()
+        self._unwatch()
+
+    def lost_error(self) -> TargetLost:
+        return TargetLost(f"target {self.address} is lost: {self.lost_reason or 'it did not answer'}")
+
+    async def _watch_it(self) -> None:
+        try:
+            await self.client.watch()
+            reason = "its control connection ended"
+        except SynclineError as error:
+            reason = str(error)
+        self.lost_reason = self.lost_reason or reason
+        self.lost.set()
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    async def close(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+        await self.client.close()

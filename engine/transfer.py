@@ -1,0 +1,241 @@
+"""`TransferEngine`: what a trainer holds. One on every rank of the source; all ranks call it alike."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+from .config import TransferConfig
+from .errors import BusyError, ClosedError, ConfigError
+from .report import PushReport
+from .session import Session
+from .source import Source
+from .targets import RemoteTarget
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushHandle:
+    """A push under way.
+
+    Attributes:
+        version: the version being pushed.
+        source_free: done when no started or pending task reads the source's memory any more: the optimizer may step. It
+            is done at the latest when ``result`` is, also when the push failed.
+        result: the push's report, or its error.
+    """
+
+    version: int
+    source_free: asyncio.Future[None]
+    result: asyncio.Task[PushReport]
+
+    def cancel(self) -> None:
+        """Abort the push on every rank. ``result`` raises; targets keep or leave the old version as the landing mode says."""
+        self.result.cancel()
+
+
+class TransferEngine:
+    """Pushes the weights of a source into its targets, asynchronously and pipelined.
+
+    From async code, everything runs on the caller's loop (`connect`, `push`, `start_push`, `close`). From synchronous
+    code (`connect_blocking`, `push_blocking`, `close_blocking`) it runs on a uvloop thread of the engine's own. An engine
+    stays on the loop on which it connected.
+
+    Args:
+        source: the weights of this rank.
+        targets: the same targets in the same order on every rank. Only rank 0 talks to them.
+        config: every knob; the same on every rank.
+    """
+
+    def __init__(
+        self, *, source: Source, targets: Sequence[RemoteTarget], config: TransferConfig | None = None
+    ) -> None:
+        self.source = source
+        self.targets = tuple(targets)
+        self.config = config or TransferConfig()
+        self._check_targets()
+        self._session: Session | None = None
+        self._home: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Task[PushReport] | None = None
+        self._connecting = False
+        self._closed = False
+        self._thread: _LoopThread | None = None
+
+    def _check_targets(self) -> None:
+        problems = [f"targets[{i}] is {t!r}, not a RemoteTarget" for i, t in enumerate(self.targets) if not isinstance(t, RemoteTarget)]
+        if not problems:
+            addresses = [target.address for target in self.targets]
+            problems += [f"target {a!r} is listed more than once" for a in sorted(set(addresses)) if addresses.count(a) > 1]
+        if not self.targets:
+            problems.append("targets is empty: there is nothing to push to")
+        if problems:
+            raise ConfigError(problems)
+
+    async def connect(self) -> None:
+        """Exchange manifests, plan, prove the plan, link up. Collective over the source's ranks.
+
+        Raises:
+            PlanError: the source and a target do not fit together; lists every problem by name.
+            TargetUnreachable, TransportError: a target gave no answer, or could not be linked.
+            SourceRankLost: the ranks did not meet within ``connect_timeout_s``.
+        """
+        self._claim_loop()
+        if self._session is not None or self._connecting:
+            raise BusyError("this engine is connected already" if self._session else "connect() is running already")
+        self._connecting = True
+        session = Session(self.source, self.targets, self.config)
+        try:
+            await session.connect()
+        except BaseException:
+            await session.close()
+            raise
+        finally:
+            self._connecting = False
+        self._session = session
+
+    async def push(self, version: int) -> PushReport:
+        """Push ``version`` and wait for the result. Collective over the source's ranks.
+
+        Args:
+            version: greater than every version pushed before; or the same one again, to bring targets up to date that
+                missed it (targets that hold it with the same content answer, and nothing is applied twice).
+
+        Returns:
+            The report. ``ok`` is False if a target was lost or failed: the others have committed all the same.
+
+        Raises:
+            VersionConflict: a target holds a newer version, or other content under this one. Nothing was moved.
+            PlanError: a manifest changed and no longer fits. Nothing was moved.
+            PushError: this push failed as a whole (`SourceRankLost`, `StageError`, `PushTimeout`, …).
+            BusyError: a push is running.
+        """
+        handle = self.start_push(version)
+        try:
+            return await handle.result
+        except asyncio.CancelledError:
+            handle.cancel()
+            await asyncio.gather(handle.result, return_exceptions=True)
+            raise
+
+    def start_push(self, version: int) -> PushHandle:
+        """Start a push on the running loop; see `PushHandle`. Errors as in `push`, from ``handle.result``."""
+        self._claim_loop()
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
+            raise ConfigError([f"version is {version!r}; it must be a whole number from 0 to 2**63 - 1"])
+        if self._session is None:
+            raise ClosedError("this engine is not connected; call connect() first")
+        if self._running is not None and not self._running.done():
+            raise BusyError(f"a push is running on this engine; wait for its result before pushing version {version}")
+        free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(self._push(self._session, version, free), name=f"syncline-push-{version}")
+        return PushHandle(version=version, source_free=free, result=self._running)
+
+    @staticmethod
+    async def _push(session: Session, version: int, free: asyncio.Future[None]) -> PushReport:
+        def source_free() -> None:
+            if not free.done():
+                free.set_result(None)
+
+        try:
+            return await session.push(version, source_free)
+        finally:
+            source_free()
+
+    async def close(self) -> None:
+        """Cancel a running push, wait a bounded time for abandoned work, close every link. Idempotent."""
+        if self._closed:
+            return
+        if self._home is not None:
+            self._claim_loop()
+        self._closed = True
+        if self._running is not None and not self._running.done():
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def connect_blocking(self) -> None:
+        """`connect`, from synchronous code."""
+        self._blocking(self.connect())
+
+    def push_blocking(self, version: int) -> PushReport:
+        """`push`, from synchronous code; connects first if that was not done."""
+        if self._session is None and not self._closed:
+            self.connect_blocking()
+        return self._blocking(self.push(version))
+
+    def close_blocking(self) -> None:
+        """`close`, from synchronous code; ends the engine's thread."""
+        self._blocking(self.close())
+        if self._thread is not None:
+            self._thread.stop()
+
+    def _blocking(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            if self._home is not None and (self._thread is None or self._home is not self._thread.loop):
+                raise ClosedError("this engine lives on the event loop on which connect() was awaited; await its methods there")
+            if self._thread is None:
+                self._thread = _LoopThread()
+        except BaseException:
+            work.close()
+            raise
+        return self._thread.run(work)
+
+    def _claim_loop(self) -> None:
+        if self._closed:
+            raise ClosedError("this engine is closed; make a new one")
+        loop = asyncio.get_running_loop()
+        if self._home is None:
+            self._home = loop
+        elif self._home is not loop:
+            raise ClosedError("this engine lives on another event loop (the one on which it connected); use it from there")
+
+    async def __aenter__(self) -> TransferEngine:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class _LoopThread:
+    """A uvloop event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = _new_loop()
+        self._thread = threading.Thread(target=self._run, name="syncline-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # an interrupt of the waiting thread aborts the push, too
+            raise
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -1,0 +1,294 @@
+"""Which names of either side are one canonical tensor, and which have no partner.
+
+Names match exactly, or through aliases (tied weights). Aliases that the source declares hold for every target; those of a
+target hold for that target. Several names may come to one source tensor: it travels once and lands wherever it is wanted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .boxes import Index
+from .columns import Ints, TensorTable, ints, pad_axes
+from .problems import Problems, listed
+from .regions import Mask
+from .sides import Holder, Sides
+from .suggest import renames
+
+Scope = frozenset[str] | None
+
+_SCALES = ("_scale_inv", "_scale", "_scale_2", "_scale_from_checkpoint")
+"""Endings by which checkpoints name the scales of a quantized tensor."""
+_PACKED = ("_packed", "qweight")
+"""Endings by which checkpoints name packed quantized weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canonical:
+    """The source's tensors in the source's order, and what each side calls them.
+
+    Attributes:
+        shape: (tensors, depth), padded with 1; ``ndim`` has the number of axes.
+        source_index: for each distinct source layout, the canonical tensor of each of its tensors, or -1 (out of scope, or
+            not wanted by any target).
+        target_index: the same for target layouts, or -1 (nothing is sent for it).
+        skipped: for each distinct target layout, its names that are out of scope.
+    """
+
+    names: tuple[str, ...]
+    shape: Ints
+    ndim: Ints
+    group: Ints
+    source_index: tuple[Ints, ...]
+    target_index: tuple[Ints, ...]
+    skipped: tuple[tuple[str, ...], ...]
+
+
+def resolve(sides: Sides, scope: Scope, problems: Problems) -> Canonical:
+    """Match names. Reports names without a partner (with renames that would pair them), shapes and groups that differ,
+    ties that the source does not have, quantized tensors without their scales, and a plan that shares no name."""
+    _check_scope(sides, scope, problems)
+    roots = _roots(sides, problems)
+    table = _SourceTensors(sides, roots, scope, problems)
+    lost: dict[str, tuple[Index, str]] = {}
+    found = [_match(holder, table, scope, lost, problems) for holder in sides.receiving]
+    wanted = np.zeros(len(table.names), bool)
+    for index, _ in found:
+        wanted[index[index >= 0]] = True
+    extra = _unwanted(sides, table, wanted)
+    _report_leftovers(table, lost, extra, shared=bool(wanted.any()), problems=problems)
+    target_index = [index for index, _ in found]
+    _check_companions(sides, table, target_index, problems)
+    return Canonical(
+        names=tuple(table.names),
+        shape=table.shape,
+        ndim=table.ndim,
+        group=table.group,
+        source_index=tuple(np.where((i >= 0) & wanted[i], i, -1) if len(i) else i for i in table.index),
+        target_index=tuple(target_index),
+        skipped=tuple(skipped for _, skipped in found),
+    )
+
+
+def _roots(sides: Sides, problems: Problems) -> Callable[[str], str]:
+    """Maps a source name to the name that it stands for."""
+    links: dict[str, str] = {}
+    for alias, name in sorted(sides.sources[0].aliases) if sides.sources else ():
+        if links.setdefault(alias, name) != name:
+            problems.add(f"the source declares {alias} an alias of both {links[alias]} and {name}; one name has one content")
+    final: dict[str, str] = {}
+    for alias, direct in links.items():
+        seen, name = [alias], direct
+        while name in links and name not in seen:
+            seen.append(name)
+            name = links[name]
+        if name in seen:
+            problems.add(f"the source's aliases go in a circle: {' -> '.join([*seen, name])}")
+            name = min(seen)
+        final[alias] = name
+    return lambda name: final.get(name, name)
+
+
+class _SourceTensors:
+    """Canonical tensors as the source's layouts list them, in order of first appearance."""
+
+    def __init__(self, sides: Sides, roots: Callable[[str], str], scope: Scope, problems: Problems) -> None:
+        self.roots = roots
+        self.holders = sides.sources
+        self.place: dict[str, int] = {}
+        tables = [holder.layout.tensors for holder in sides.sources]
+        linked = bool(sides.sources) and bool(sides.sources[0].aliases)
+        allowed = None if scope is None else _closure(scope, (*sides.sources, *sides.receiving))
+        seen: dict[tuple[str, ...], Ints] = {}
+        for table in tables:
+            if table.names not in seen:
+                names = [roots(name) for name in table.names] if linked else table.names
+                kept = [name if allowed is None or name in allowed else None for name in names]
+                seen[table.names] = ints([-1 if n is None else self.place.setdefault(n, len(self.place)) for n in kept])
+        self.index = [seen[table.names] for table in tables]
+        self.names = list(self.place)
+        self._columns(sides, tables, problems)
+
+    def _columns(self, sides: Sides, tables: list[TensorTable], problems: Problems) -> None:
+        count, depth = len(self.names), max((t.shape.shape[1] for t in tables), default=0)
+        self.shape, self.ndim = np.ones((count, depth), np.int64), np.full(count, -1)
+        self.group = np.zeros(count, np.int64)
+        first: dict[int, str] = {}
+        for table, index, holder in zip(tables, self.index, sides.sources, strict=True):
+            rows = np.flatnonzero(index >= 0)
+            at, shape = index[rows], pad_axes(table.shape, depth, 1)[rows]
+            new = self.ndim[at] < 0
+            for column, values in ((self.shape, shape), (self.ndim, table.ndim[rows]), (self.group, table.group[rows])):
+                column[at[new]] = values[new]
+            if new.any():
+                first |= dict.fromkeys(at[new].tolist(), holder.where)
+            odd = (self.shape[at] != shape).any(axis=1) | (self.ndim[at] != table.ndim[rows])
+            for i in np.flatnonzero(odd):
+                a, b = tuple(self.shape[at[i], : self.ndim[at[i]]].tolist()), table[int(rows[i])].shape
+                where = f"{first[int(at[i])]} says {a}, {holder.where} {b}"
+                problems.add(f"{self.names[at[i]]}: source ranks disagree about its shape: {where}")
+            for i in np.flatnonzero(self.group[at] != table.group[rows]):
+                where = f"{first[int(at[i])]} says {self.group[at[i]]}, {holder.where} {table.group[rows[i]]}"
+                problems.add(f"{self.names[at[i]]}: source ranks disagree about its mesh group: {where}")
+
+    def shape_of(self, i: int) -> Index:
+        return tuple(self.shape[i, : self.ndim[i]].tolist())
+
+
+def _match(
+    holder: Holder, table: _SourceTensors, scope: Scope, lost: dict[str, tuple[Index, str]], problems: Problems
+) -> tuple[Ints, tuple[str, ...]]:
+    """Canonical tensor of each tensor of a target layout, or -1; and the names that the scope leaves out."""
+    tensors = holder.layout.tensors
+    names = tensors.names
+    index = [table.place.get(table.roots(name), -1) for name in names]
+    skipped: list[str] = []
+    allowed = None if scope is None else _closure(scope, [*table.holders[:1], holder])
+    ties = _ties(holder, table, problems)
+    for i, name in enumerate(names):
+        if allowed is not None and name not in allowed:
+            index[i] = -1
+            skipped.append(name)
+            continue
+        index[i] = ties.get(name, index[i])
+        if index[i] < 0 and name not in holder.layout.optional:
+            lost.setdefault(name, (tensors[i].shape, holder.side))
+    return _same_shapes(holder, table, ints(index), problems), tuple(skipped)
+
+
+def _same_shapes(holder: Holder, table: _SourceTensors, index: Ints, problems: Problems) -> Ints:
+    tensors = holder.layout.tensors
+    depth = max(table.shape.shape[1], tensors.shape.shape[1])
+    mine, theirs = pad_axes(tensors.shape, depth, 1), pad_axes(table.shape, depth, 1)
+    rows = np.flatnonzero(index >= 0)
+    odd = rows[(mine[rows] != theirs[index[rows]]).any(axis=1) | (tensors.ndim[rows] != table.ndim[index[rows]])]
+    for row in odd.tolist():
+        tensor, at = tensors[row], int(index[row])
+        known = table.names[at]
+        called = "" if known == tensor.name else f" (there called {known})"
+        shapes = f"the source has shape {table.shape_of(at)}{called}, {holder.where} expects {tensor.shape}"
+        problems.add(f"{tensor.name}: {shapes}; give both sides the checkpoint's shape")
+    index[odd] = -1
+    return index
+
+
+def _ties(holder: Holder, table: _SourceTensors, problems: Problems) -> dict[str, int]:
+    """Names of this layout that a target's own aliases bring to a source tensor."""
+    if not holder.layout.aliases and not holder.aliases:
+        return {}
+    found: dict[str, int] = {}
+    for family in _families(holder.aliases):
+        held = sorted({table.place[root] for root in map(table.roots, family) if root in table.place})
+        if len(held) > 1:
+            separate = " and ".join(table.names[i] for i in held)
+            problems.add(
+                f"{holder.side} ties {', '.join(sorted(family))}, but the source holds {separate} as separate tensors: one "
+                "of them would be lost; declare the alias on the source too if they are equal, or untie the target"
+            )
+        elif held:
+            found.update(dict.fromkeys(family, held[0]))
+    return found
+
+
+def _families(aliases: Iterable[tuple[str, str]]) -> list[set[str]]:
+    """Names that aliases connect."""
+    family: dict[str, set[str]] = {}
+    for pair in aliases:
+        merged = set().union(*(family.get(name, {name}) for name in pair))
+        family.update(dict.fromkeys(merged, merged))
+    return list({id(names): names for names in family.values()}.values())
+
+
+def _closure(scope: frozenset[str], holders: Iterable[Holder]) -> frozenset[str]:
+    """Names in scope, and what they are aliases of and have as aliases."""
+    aliases = frozenset(pair for holder in holders for pair in holder.aliases)
+    return scope.union(*(names for names in _families(aliases) if names & scope))
+
+
+def _check_scope(sides: Sides, scope: Scope, problems: Problems) -> None:
+    if scope is None:
+        return
+    known = {name for h in (*sides.sources, *sides.receiving) for name in (*h.layout.tensors.names, *sum(h.aliases, ()))}
+    unknown = sorted(scope - known)
+    if unknown:
+        problems.add(f"the scope names tensors that neither side has: {listed(unknown)}")
+
+
+def _unwanted(sides: Sides, table: _SourceTensors, wanted: Mask) -> dict[str, Index]:
+    """Source tensors that no target takes and that are not declared optional."""
+    optional = frozenset().union(*(holder.layout.optional for holder in sides.sources))
+    excused = {table.roots(name) for name in optional}
+    return {table.names[i]: table.shape_of(i) for i in np.flatnonzero(~wanted).tolist() if table.names[i] not in excused}
+
+
+def _report_leftovers(
+    table: _SourceTensors,
+    lost: Mapping[str, tuple[Index, str]],
+    extra: Mapping[str, Index],
+    *,
+    shared: bool,
+    problems: Problems,
+) -> None:
+    if not shared:
+        problems.add("the plan is empty: source and targets share no tensor name")
+    lacking, spare = dict(lost), dict(extra)
+    for rename in renames(spare, {name: shape for name, (shape, _) in lacking.items()}):
+        here, there = [a for a, _ in rename.pairs], [b for _, b in rename.pairs]
+        problems.add(
+            f"the source has {listed(here)}, which no target wants, and the target expects {listed(there)}, which the source "
+            f"has not: did you mean to rename {rename.source_text or 'nothing'!r} to {rename.target_text or 'nothing'!r} in "
+            "the source's name table?"
+        )
+        for a, b in rename.pairs:
+            del spare[a], lacking[b]
+    for name in [name for name in lacking if name.endswith(_PACKED)]:
+        problems.add(f"{name}: {lacking.pop(name)[1]} holds it in packed quantized form, which no rule of this plan makes")
+    by_place: dict[str, list[str]] = {}
+    for name, (_, where) in lacking.items():
+        by_place.setdefault(where, []).append(name)
+    for where, names in by_place.items():
+        problems.add(f"missing in the source, expected by {where}: {listed(names)}; {_remedy(names, lost, table)}")
+    if spare:
+        problems.add(
+            f"no target wants what the source has under {listed(spare)}; rename it, declare it optional on the source, or "
+            "leave it out of the scope"
+        )
+
+
+def _remedy(names: list[str], lost: Mapping[str, tuple[Index, str]], table: _SourceTensors) -> str:
+    advice = "send all tensors, not only trainable ones, or declare the name optional on the target to keep what it holds"
+    if len(names) == 1:
+        shape = lost[names[0]][0]
+        depth = table.shape.shape[1]
+        row = np.array((*shape, *(1,) * (depth - len(shape)))[:depth])
+        alike = np.flatnonzero((table.ndim == len(shape)) & (table.shape == row).all(axis=1))
+        if len(alike) == 1:
+            return f"if it is tied to {table.names[alike[0]]}, which has its shape, declare it an alias; else {advice}"
+    return advice
+
+
+def _check_companions(sides: Sides, table: _SourceTensors, index: list[Ints], problems: Problems) -> None:
+    """A quantized tensor travels with its scales or not at all."""
+    if not any(d.startswith("float8") for holder in sides.receiving for d in holder.layout.tensors.dtypes):
+        return
+    known = set(table.names).union(*(holder.layout.tensors.names for holder in sides.receiving))
+    sent: dict[int, set[str]] = defaultdict(set)
+    quantized: dict[str, list[int]] = {}
+    for holder, at in zip(sides.receiving, index, strict=True):
+        tensors = holder.layout.tensors
+        arriving = [
+            (name, tensors.dtypes[code]) for name, code, i in zip(tensors.names, tensors.dtype, at, strict=True) if i >= 0
+        ]
+        targets = sorted({sides.receivers[rank].target for rank in holder.ranks})
+        for target in targets:
+            sent[target].update(name for name, _ in arriving)
+        quantized.update({name: targets for name, dtype in arriving if dtype.startswith("float8")})
+    for name, targets in quantized.items():
+        for scale in (name + ending for ending in _SCALES if name + ending in known):
+            for target in targets:
+                if scale not in sent[target]:
+                    problems.add(f"{name}: target {target} would get it without its scale {scale}: send both, or neither")

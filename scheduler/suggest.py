@@ -1,0 +1,96 @@
+"""Did you mean: pairs names that only the source has with names that only a target wants."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .boxes import Index
+
+_SAMPLE = 200
+_ROUNDS = 16
+_TALLIED = 2_000_000
+
+
+class Rename(NamedTuple):
+    """A change of spelling, and the pairs (source name, target name) that differ in it alone. Empty texts are possible."""
+
+    source_text: str
+    target_text: str
+    pairs: tuple[tuple[str, str], ...]
+
+
+def renames(source: Mapping[str, Index], target: Mapping[str, Index]) -> list[Rename]:
+    """The fewest spellings that explain leftovers on both sides.
+
+    Args:
+        source: names that no target wants, with shapes.
+        target: names that the source has not, with shapes. A pair has equal shapes.
+    """
+    found: list[Rename] = []
+    source, target = dict(source), dict(target)
+    while source and target and len(found) < _ROUNDS:
+        best = _commonest(source, target)
+        if best is None:
+            break
+        pairs = _pairs(best, source, target)
+        if not pairs:
+            break
+        found.append(Rename(*best, tuple(pairs)))
+        for a, b in pairs:
+            del source[a], target[b]
+    return found
+
+
+def _commonest(source: Mapping[str, Index], target: Mapping[str, Index]) -> tuple[str, str] | None:
+    by_shape: dict[Index, list[str]] = defaultdict(list)
+    for name, shape in source.items():
+        by_shape[shape].append(name)
+    votes: Counter[tuple[str, str]] = Counter()
+    budget = _TALLIED
+    for name in _spread(list(target)):
+        others = by_shape.get(target[name], [])
+        budget -= len(others)
+        if budget < 0:
+            break
+        votes.update(change for other in others if (change := _difference(other, name)) is not None)
+    if not votes:
+        return None
+    return max(votes, key=lambda change: (votes[change], -len(change[0]) - len(change[1]), change))
+
+
+def _spread(names: Sequence[str]) -> Sequence[str]:
+    """Some of many names, from all over."""
+    return names[:: max(1, len(names) // _SAMPLE)]
+
+
+def _difference(a: str, b: str) -> tuple[str, str] | None:
+    """What is left of two names without their common first and last words; None if they have no word in common."""
+    first, second = a.split("."), b.split(".")
+    shortest = min(len(first), len(second))
+    head = next((i for i in range(shortest) if first[i] != second[i]), shortest)
+    limit = shortest - head
+    tail = next((i for i in range(limit) if first[-1 - i] != second[-1 - i]), limit)
+    if head + tail == 0:
+        return None
+    middle = ".".join(first[head : len(first) - tail]), ".".join(second[head : len(second) - tail])
+    return None if any(part.isdigit() for word in middle for part in word.split(".")) else middle
+
+
+def _pairs(change: tuple[str, str], source: Mapping[str, Index], target: Mapping[str, Index]) -> list[tuple[str, str]]:
+    """Source names that become target names of the same shape under ``change``, each used once."""
+    pairs, taken = [], set()
+    for name, shape in source.items():
+        for renamed in _substitutions(name, *change):
+            if renamed not in taken and target.get(renamed) == shape and _difference(name, renamed) == change:
+                pairs.append((name, renamed))
+                taken.add(renamed)
+                break
+    return pairs
+
+
+def _substitutions(name: str, old: str, new: str) -> list[str]:
+    words, gone, come = name.split("."), old.split(".") if old else [], new.split(".") if new else []
+    places = (i for i in range(len(words) + 1 - len(gone)) if words[i : i + len(gone)] == gone)
+    return [".".join(words[:i] + come + words[i + len(gone) :]) for i in places]

@@ -1,0 +1,247 @@
+"""A gloo communicator of our own: point-to-point bytes and barriers among a few ranks, apart from the trainer's groups.
+
+Facts about gloo that shape this module (torch 2.11 to 2.13):
+
+- posting an operation may wait for a lock that gloo's own thread holds while it moves megabytes: operations are posted by
+  a thread, in order, never by the event loop;
+- point-to-point work says that it is completed only after ``wait()``: one thread waits, first in first out;
+- a wait that times out closes the connection to that peer, and every other operation with it fails at once. That is the
+  only way to abort work: `close` uses it (a receive that nobody answers, with a timeout of a millisecond);
+- so after any error a communicator is of no use. It is closed and another one is made, under another name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from .completions import Signal, WorkCompletion
+from .errors import TransportError
+from .workers import call_in_thread
+
+_ABORT_TAG = 2**31 - 1
+_ABORT_WAIT = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of communicators meet: a key-value store that one rank hosts. Keep it while communicators are made.
+
+    Attributes:
+        endpoint: ``host:port``, for the other ranks.
+        store: the store itself.
+    """
+
+    endpoint: str
+    store: c10d.Store
+
+    @classmethod
+    def host(cls, bind_host: str, *, timeout_s: float) -> Rendezvous:
+        """Host a store that listens on ``bind_host`` only. Quick."""
+        listener = socket.create_server((bind_host, 0))
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # the store owns it from here
+        store = c10d.TCPStore(
+            bind_host,
+            port,
+            is_master=True,
+            master_listen_fd=descriptor,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+        return cls(endpoint=f"{bind_host}:{port}", store=store)
+
+    @classmethod
+    def join(cls, endpoint: str, *, timeout_s: float) -> Rendezvous:
+        """Reach a hosted store. Blocks for at most ``timeout_s``: not for the event loop."""
+        host, _, port = endpoint.rpartition(":")
+        try:
+            store = c10d.TCPStore(
+                host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            )
+        except (RuntimeError, ValueError) as error:
+            raise TransportError(f"no rendezvous at {endpoint} within {timeout_s:g} s: {error}") from error
+        return cls(endpoint=endpoint, store=store)
+
+
+def unique_name(what: str) -> str:
+    """A name for a communicator that no other one has had: stale ranks of an earlier one can't meet those of this."""
+    return f"{what}-{secrets.token_hex(8)}"
+
+
+class _Operation(NamedTuple):
+    """A point-to-point operation on its way. Holds the tensor: gloo reads or writes it until the wait returns."""
+
+    sends: bool
+    tensor: torch.Tensor
+    peer: int
+    tag: int
+    until: float
+    signal: Signal[None]
+
+    def __str__(self) -> str:
+        way = "send to" if self.sends else "receive from"
+        return f"{way} rank {self.peer} (tag {self.tag}, {self.tensor.numel()} bytes)"
+
+
+class Communicator:
+    """Made by `create`. `send`, `recv` and `barrier` are called on the loop and never block.
+
+    Attributes:
+        rank, size: this rank among the members.
+        usable: False after the first error or `close`.
+    """
+
+    def __init__(self, group: Any, rendezvous: Rendezvous, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._group: Any = group
+        self._rendezvous: Rendezvous | None = rendezvous  # a store must outlive the groups made through it
+        self._until = float("inf")
+        self._broken = threading.Event()
+        self._to_post: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._to_wait: SimpleQueue[tuple[_Operation, Any] | None] = SimpleQueue()
+        self._closing: Signal[None] | None = None
+        self._poster = threading.Thread(target=self._post, name="syncline-gloo-post", daemon=True)
+        self._waiter = threading.Thread(target=self._wait, name="syncline-gloo-wait", daemon=True)
+        self._poster.start()
+        self._waiter.start()
+
+    @classmethod
+    async def create(
+        cls, rendezvous: Rendezvous, *, name: str, rank: int, size: int, bind_host: str, timeout_s: float
+    ) -> Communicator:
+        """Meet the other members under ``name``. All members call it; it returns when all connections stand.
+
+        Raises `TransportError` if they have not met within ``timeout_s`` seconds.
+        """
+        store = c10d.PrefixStore(name, rendezvous.store)
+        options = _options(bind_host, timeout_s)
+        group = await call_in_thread(lambda: _make_group(store, rank, size, options), name="syncline-gloo-make")
+        return cls(group, rendezvous, rank, size)
+
+    @property
+    def usable(self) -> bool:
+        return not self._broken.is_set()
+
+    def set_deadline(self, timeout_s: float) -> None:
+        """Operations started from now on fail ``timeout_s`` seconds from now; the connection to their peer with them."""
+        self._until = time.monotonic() + timeout_s
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Signal[None]:
+        """Send a contiguous uint8 tensor. It must not change until the signal has ended."""
+        return self._start(True, tensor, peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Signal[None]:
+        """Receive exactly ``tensor.numel()`` bytes. The tensor must not be used until the signal has ended."""
+        return self._start(False, tensor, peer, tag)
+
+    def barrier(self) -> WorkCompletion | None:
+        """Start a barrier of all members (polled); None when there is only one."""
+        if self.size == 1:
+            return None
+        if not self.usable:
+            raise TransportError("the communicator is closed, or an operation on it has failed; connect again")
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=max(0.001, min(self._until - time.monotonic(), 86_400.0)))
+        return WorkCompletion(self._group.barrier(options), f"the barrier of {self.size} ranks")
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Abort everything under way and free threads and sockets. Returns when done, or after ``timeout_s`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.abort()
+
+    def abort(self) -> Signal[None]:
+        """Start closing; the signal ends when nothing is under way any more and all memory is let go. Idempotent."""
+        self._broken.set()
+        if self._closing is None:
+            self._closing = call_in_thread(self._tear_down, name="syncline-gloo-close")
+        return self._closing
+
+    def _start(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> Signal[None]:
+        signal: Signal[None] = Signal()
+        if not self.usable:
+            signal.fail(TransportError("the communicator is closed, or an operation on it has failed; connect again"))
+        else:
+            self._to_post.put(_Operation(sends, tensor, peer, tag, self._until, signal))
+        return signal
+
+    def _post(self) -> None:
+        while (operation := self._to_post.get()) is not None:
+            try:
+                if self._broken.is_set():
+                    raise RuntimeError("the communicator was closed")
+                start = self._group.send if operation.sends else self._group.recv
+                work = start([operation.tensor], operation.peer, operation.tag)
+            except RuntimeError as error:
+                self._fail(operation, error)
+            else:
+                self._to_wait.put((operation, work))
+                del work
+            del operation
+        self._to_wait.put(None)
+
+    def _wait(self) -> None:
+        while (entry := self._to_wait.get()) is not None:
+            operation, work = entry
+            try:
+                work.wait(timedelta(seconds=max(0.001, min(operation.until - time.monotonic(), 86_400.0))))
+            except RuntimeError as error:
+                self._fail(operation, error)
+            else:
+                operation.signal.set_threadsafe()
+            del entry, operation, work
+
+    def _fail(self, operation: _Operation, error: RuntimeError) -> None:
+        if not self._broken.is_set():
+            self._broken.set()
+            self._cut_all()
+        operation.signal.fail_threadsafe(TransportError(f"{operation}: {_first_line(error)}"))
+
+    def _cut_all(self) -> None:
+        """Close the connections to all peers, so that everything under way fails now and its memory is let go."""
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
+
+    def _tear_down(self) -> None:
+        self._cut_all()
+        self._to_post.put(None)
+        self._poster.join()
+        self._waiter.join()
+        self._group = None
+        self._rendezvous = None
+
+
+def _options(bind_host: str, timeout_s: float) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001 - torch offers no other way to choose the address
+    options._devices = [gloo.create_device(hostname=bind_host)]  # noqa: SLF001
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    options._threads = 1  # noqa: SLF001 - threads for collectives, of which we have only barriers
+    return options
+
+
+def _make_group(store: c10d.Store, rank: int, size: int, options: Any) -> Any:
+    try:
+        return dist.ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise TransportError(f"rank {rank} of {size} did not meet the others: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,200 @@
+"""What a transport is: a `Sender` on every source rank and a `ReceivingHalf` on every rank of a target.
+
+One sender per source rank and transport kind serves all receivers of that kind. A receiver has one receiving half, which
+takes buckets from all its owners (source ranks), in plan order. All methods are called on one event loop and none blocks
+it; coroutines may be awaited from tasks of that loop. Whatever fails is a `TransportError`.
+
+A push, seen from both ends::
+
+    source rank                                    one rank of a target
+    -----------                                    --------------------
+    offers = await sender.offer(receivers)
+                        offers travel by the control plane
+    await sender.link(receivers, ...)       <->    await half.link(descriptors, ...)           once
+    await sender.begin(push_id, ...)               await half.begin(push_id, ...)              every push, either first
+    sender.bucket(task) / sender.pool              bucket = await half.receive(task)
+    sender.send(task, bucket, receivers)           ... copy, digest ...
+                                                   half.release(task)
+    await sender.end(ok)                           await half.end(ok)
+
+Landing modes. ``streamed``: a bucket is valid from `receive` to `release`, and only a few are under way at a time.
+``staged`` and ``mapped``: all buckets of a push stay valid until `ReceivingHalf.end`, or for as long as the `Lease` of the
+push is held; the whole push lies in `ReceivingHalf.space`.
+
+After an error, or a push that did not end well, some links may be unusable: `Sender.linked` says which are left. The
+others are offered and linked anew (also while the rest stay), never repaired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, Protocol
+
+import torch
+import xxhash
+
+from syncline.scheduler.programs import Landing, ReceiverId, SourceTask, TargetTask
+
+from ..buffers import BufferPool
+from ..completions import Completion
+from ..errors import TransportError
+
+LandingMode = Literal["staged", "streamed", "mapped"]
+
+OnLost = Callable[[ReceiverId, TransportError], None]
+"""Called on the loop, at most once per link, as soon as a receiver's link is seen to be broken (not after `drop`)."""
+
+
+def push_key(push_id: str) -> int:
+    """64 bits that name a push on the wire."""
+    return xxhash.xxh3_64_intdigest(push_id.encode())
+
+
+class Sender(Protocol):
+    """The sending half of a transport on one source rank."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the transport: ``shm`` or ``gloo``."""
+        ...
+
+    @property
+    def linked(self) -> frozenset[ReceiverId]:
+        """Receivers that a push can reach now."""
+        ...
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of landing memory held now (``staged`` and ``mapped`` over shared memory), all buffers together."""
+        ...
+
+    @property
+    def pool(self) -> BufferPool | None:
+        """Memory that buckets for this transport must be taken from, or None: any memory will do."""
+        ...
+
+    async def offer(self, receivers: Collection[ReceiverId]) -> Mapping[int, bytes]:
+        """Get ready for receivers to link up: target -> descriptor (the same for all ranks of the target).
+
+        Allocates and touches whatever memory pushes will use. Receivers that were linked before and are offered again
+        are dropped first.
+        """
+        ...
+
+    async def link(self, receivers: Collection[ReceiverId], *, timeout_s: float) -> Mapping[ReceiverId, TransportError]:
+        """Wait until the offered ``receivers`` have linked up, at most ``timeout_s`` seconds. Returns those that failed.
+
+        Runs while the receivers call `ReceivingHalf.link`: start both, then wait for both.
+        """
+        ...
+
+    async def begin(
+        self, push_id: str, *, timeout_s: float, lease_timeout_s: float = 5.0
+    ) -> Mapping[ReceiverId, TransportError]:
+        """Start a push that may take ``timeout_s`` seconds. Returns receivers that were lost over it (already dropped).
+
+        With landing memory this claims a buffer that no receiver holds a lease on. If none is free within
+        ``lease_timeout_s``, another one is allocated; at the bound, the receivers that hold too many are dropped.
+        """
+        ...
+
+    def bucket(self, task: SourceTask) -> torch.Tensor | None:
+        """The task's place in landing memory (1-d uint8, ``task.nbytes`` long) for this push, or None: take it from `pool`."""
+        ...
+
+    def send(
+        self, task: SourceTask, bucket: torch.Tensor, receivers: Collection[ReceiverId]
+    ) -> Mapping[ReceiverId, Completion | None]:
+        """Start sending an assembled bucket to ``receivers`` (all of this kind).
+
+        A completion (signalled; None: done at once) ends when the bucket's memory is not used for that receiver any more.
+        It fails with `TransportError` if the receiver is lost, and then too the memory is not used any more. With landing
+        memory that is at once: the bytes are where they have to be.
+        """
+        ...
+
+    def drop(self, receivers: Collection[ReceiverId]) -> None:
+        """Give receivers up. Their completions under way end soon, their links close, their peers notice. Idempotent."""
+        ...
+
+    async def end(self, ok: bool) -> None:
+        """The push is over. Links that have work left under way are dropped (see `linked`)."""
+        ...
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Drop everyone and free everything, in bounded time. Idempotent."""
+        ...
+
+
+class Lease(Protocol):
+    """A receiver's hold on the landing memory of one push. The source does not write there until it is released.
+
+    Ends by itself when the process dies, or when the last tensor over that memory is gone.
+    """
+
+    def release(self) -> None:
+        """Let go. Idempotent. Tensors over the memory stay readable, but their content may change from now on."""
+        ...
+
+
+class ReceivingHalf(Protocol):
+    """The receiving half of a transport on one rank of a target.
+
+    Attributes:
+        persistent: buckets stay valid until `end` (``staged``, ``mapped``); `space` and `offset_of` may be used.
+    """
+
+    persistent: bool
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of landing memory that this process itself has allocated (0 when it looks into the source's)."""
+        ...
+
+    async def link(self, descriptors: Mapping[int, bytes], *, timeout_s: float) -> None:
+        """Link up with every owner of the program: source rank -> descriptor. Once; a new link is a new half."""
+        ...
+
+    async def begin(self, push_id: str, *, timeout_s: float) -> None:
+        """Get ready for a push that may take ``timeout_s`` seconds. Forgets the push before it."""
+        ...
+
+    async def receive(self, task: TargetTask) -> torch.Tensor:
+        """The bucket's bytes (1-d uint8, read only, ``task.nbytes`` long) once they are there. Called in plan order.
+
+        A further `receive` may be started before the bucket before it is released, from another coroutine; in
+        ``streamed`` mode it returns when there is room.
+        """
+        ...
+
+    def release(self, task: TargetTask) -> None:
+        """The bucket was taken: its memory may be used again (``streamed``; a no-op when `persistent`).
+
+        Raises `TransportError` if the source has given this receiver up: then what was read since `receive` may be torn,
+        and must not be used.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raises `TransportError` if an owner has given this receiver up or is gone. Cheap; for the moment before a vote."""
+        ...
+
+    def space(self, owner: int) -> torch.Tensor:
+        """The landing space of the push (1-d uint8) that segments from source rank ``owner`` lie in. Only if `persistent`."""
+        ...
+
+    def offset_of(self, landing: Landing) -> int:
+        """Where in `space` a segment lies, in bytes. Parts of a split tensor are adjacent. Only if `persistent`."""
+        ...
+
+    def take_lease(self) -> Lease:
+        """Take over the hold on this push's landing memory, which `end` would release. Only if `persistent`."""
+        ...
+
+    async def end(self, ok: bool) -> None:
+        """The push is over for this rank. Releases the lease if it was not taken over."""
+        ...
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Close all links in bounded time. Memory under a lease that was taken over stays. Idempotent."""
+        ...
