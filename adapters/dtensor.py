@@ -63,9 +63,15 @@ def local_of(tensor: torch.Tensor) -> Local:
         return Local(tuple(tensor.shape), tensor, (whole(tensor.shape),))
     local: torch.Tensor = local_tensor(tensor)
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
+    if mesh.get_coordinate() is None:  # this rank is not in the mesh
         return Local(tuple(tensor.shape), local, ())
+    # Not the coordinate: where a mesh lists ranks out of order, collectives (and FSDP2) go by the rank in the group.
+    coordinate = tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+    if sum(not isinstance(p, Replicate) for p in tensor.placements) > 1 and not _is_grid(mesh.mesh):
+        raise ValueError(
+            f"its mesh {mesh.mesh.tolist()} lists ranks in an order that the collectives of its axes do not follow together; "
+            "list them in increasing order along every axis"
+        )
     boxes = held_boxes(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
     count = sum(math.prod(box.shape) for box in boxes)
     if count != local.numel():
@@ -74,6 +80,12 @@ def local_of(tensor: torch.Tensor) -> Local:
             f"at coordinate {coordinate}, but the local tensor of shape {tuple(local.shape)} has {local.numel()}"
         )
     return Local(tuple(tensor.shape), local, boxes)
+
+
+def _is_grid(ranks: torch.Tensor) -> bool:
+    """Whether the places that ranks have in the (sorted) groups of each mesh axis are all different, as coordinates are."""
+    places = [ranks.argsort(axis).argsort(axis).flatten() for axis in range(ranks.ndim)]
+    return len({tuple(place) for place in torch.stack(places, dim=1).tolist()}) == ranks.numel()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +125,7 @@ def held_boxes(
             factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
             splits[placement.dim].append(_Split(count, index, int(factor)))
         elif not isinstance(placement, Replicate):
-            raise ValueError(f"placement {placement} holds no final values; redistribute to Shard or Replicate before a push")
+            raise ValueError(f"placement {placement!r} holds no final values; redistribute to Shard or Replicate before a push")
     runs = [_axis_runs(extent, axis_splits) for extent, axis_splits in zip(shape, splits, strict=True)]
     boxes = []
     for combination in itertools.product(*(_with_offsets(axis) for axis in runs)):

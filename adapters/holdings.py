@@ -195,7 +195,7 @@ class Holdings:
             if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
                 self._problems.append(f"{name} is an expanded tensor (stride 0): its elements share memory; clone it")
         kind = "file" if mapped is not None and mapped.is_file and not self._target else "memory"
-        return Buffer(name=name, nbytes=extent * local.element_size(), device=str(local.device), kind=kind)
+        return Buffer(name=name, nbytes=extent * local.element_size(), device=local.device.type, kind=kind)
 
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)

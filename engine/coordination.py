@@ -1,8 +1,9 @@
 """How the ranks of a source act as one: rank 0 is the hub, every other rank keeps one connection to it.
 
-There is one primitive, `exchange`: every rank contributes a payload to a named step, rank 0 decides on all of them, and
-all ranks get the decision. A rank that fails contributes its error instead; it reaches every rank at once (`on_abort`),
-so none waits in a collective for one that has left. A rank whose connection ends is lost for good.
+There is one primitive, `exchange`: every rank contributes a payload to a step (``"attempt/step"``), rank 0 decides on all
+of them, and all ranks get the decision. A rank that fails fails the whole attempt: its error reaches every rank at once
+(`watch`), ends every exchange of that attempt, and so none waits in a collective for one that has left. A rank whose
+connection ends is lost for good.
 
 There are no heartbeats: a trainer may block its event loop for minutes between two pushes. A rank that is stopped is
 noticed by the deadline of the exchange that waits for it.
@@ -52,19 +53,19 @@ class Coordination(Protocol):
     world_size: int
 
     def watch(self, on_abort: OnAbort, on_note: OnNote) -> None:
-        """Call these on the loop: when another rank failed a step, and when a note comes in."""
+        """Call these on the loop: when another rank failed an attempt, and when a note comes in."""
         ...
 
     async def exchange(self, step: str, payload: bytes, decide: Decide, timeout_s: float) -> bytes:
         """Contribute to ``step``; returns rank 0's decision. Raises the error that any rank contributed."""
         ...
 
-    async def fail(self, step: str, error: SynclineError) -> None:
-        """Contribute an error to ``step``: the exchange of that name raises it on every rank."""
+    async def fail(self, attempt: str, error: SynclineError) -> None:
+        """Fail an attempt: every exchange of it raises ``error`` on every rank. The first failure counts."""
         ...
 
     def forget(self, past: Callable[[str], bool]) -> None:
-        """Drop what came in for steps that are over and that nobody asked for."""
+        """Drop what came in for attempts that are over and that nobody asked for."""
         ...
 
     def tell(self, topic: str, payload: bytes) -> None:
@@ -87,13 +88,13 @@ class Solo:
         """Nobody else can abort or tell."""
 
     async def exchange(self, step: str, payload: bytes, decide: Decide, timeout_s: float) -> bytes:
-        if (error := self._failed.pop(step, None)) is not None:
+        if (error := self._failed.get(attempt_of(step))) is not None:
             raise error
         async with asyncio.timeout(timeout_s):
             return await decide([payload])
 
-    async def fail(self, step: str, error: SynclineError) -> None:
-        self._failed[step] = error
+    async def fail(self, attempt: str, error: SynclineError) -> None:
+        self._failed.setdefault(attempt, error)
 
     def forget(self, past: Callable[[str], bool]) -> None:
         _forget(past, self._failed)
@@ -105,8 +106,13 @@ class Solo:
         """Nothing is open."""
 
 
+def attempt_of(step: str) -> str:
+    """The attempt that a step belongs to."""
+    return step.partition("/")[0]
+
+
 def error_frame(step: str, error: BaseException) -> Frame:
-    """The frame that carries ``error`` to another rank."""
+    """The frame that carries the failure of an attempt to another rank."""
     kind = type(error).__name__ if isinstance(error, SynclineError) else "StageError"
     return Frame(step=step, payload=str(error).encode(), error=kind)
 
@@ -166,7 +172,7 @@ class Hub:
                 decision = await decide(await self._collect(step, payload, timeout_s))
         except BaseException as error:
             # Whatever stops rank 0 stops the step for all: nobody may wait for a decision that will not come.
-            await self._spread_failure(step, self._as_error(step, error, timeout_s), local=False)
+            await self.fail(attempt_of(step), self._as_error(step, error, timeout_s))
             if isinstance(error, TimeoutError):
                 raise self._as_error(step, error, timeout_s) from error
             raise
@@ -182,7 +188,7 @@ class Hub:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait_for(
-                        lambda: step in self._failed or self._lost or len(parts) == self.world_size
+                        lambda: attempt_of(step) in self._failed or self._lost or len(parts) == self.world_size
                     )
             except TimeoutError:
                 missing = sorted(set(range(self.world_size)) - set(parts))
@@ -190,8 +196,8 @@ class Hub:
                     f"source ranks {missing} did not reach step {step!r} within {timeout_s:.3g} s: they are stopped, stuck, "
                     "or did not call push; restart them and connect again"
                 ) from None
-        if step in self._failed:
-            raise self._failed.pop(step)
+        if attempt_of(step) in self._failed:
+            raise self._failed[attempt_of(step)]
         if self._lost:
             raise next(iter(self._lost.values()))
         return [parts[rank] for rank in range(self.world_size)]
@@ -203,14 +209,11 @@ class Hub:
             return PushTimeout(f"step {step!r} was not decided within {timeout_s:.3g} s")
         return ControlError(f"rank 0 failed in step {step!r}: {type(error).__name__}: {error}")
 
-    async def fail(self, step: str, error: SynclineError) -> None:
-        await self._spread_failure(step, error, local=True)
-
-    async def _spread_failure(self, step: str, error: SynclineError, *, local: bool) -> None:
-        if local:
-            self._failed[step] = error
-        self._send(None, error_frame(step, error))
+    async def fail(self, attempt: str, error: SynclineError) -> None:
         async with self._changed:
+            if attempt not in self._failed:
+                self._failed[attempt] = error
+                self._send(None, error_frame(attempt, error))
             self._changed.notify_all()
 
     def forget(self, past: Callable[[str], bool]) -> None:
@@ -255,14 +258,15 @@ class Hub:
         if frame.note:
             self._on_note(frame.step, frame.payload)
             return
-        async with self._changed:
-            if frame.error:
-                error = error_from_wire(frame.error, f"source rank {rank}: {frame.payload.decode()}")
-                self._failed[frame.step] = error
-                self._send(None, error_frame(frame.step, error))
+        if frame.error:
+            error = error_from_wire(frame.error, f"source rank {rank}: {frame.payload.decode()}")
+            first = frame.step not in self._failed
+            await self.fail(frame.step, error)
+            if first:
                 self._on_abort(frame.step, error)
-            else:
-                self._contributed.setdefault(frame.step, {})[rank] = frame.payload
+            return
+        async with self._changed:
+            self._contributed.setdefault(frame.step, {})[rank] = frame.payload
             self._changed.notify_all()
 
     async def _left(self, rank: int) -> None:
@@ -298,7 +302,7 @@ class Spoke:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._reader: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[bytes]] = {}
-        self._decided: dict[str, Frame] = {}
+        self._failed: dict[str, SynclineError] = {}
         self._broken: SynclineError | None = None
         self._on_abort: OnAbort = lambda _error: None
         self._on_note: OnNote = lambda _topic, _payload: None
@@ -326,11 +330,10 @@ class Spoke:
         if self._broken is not None:
             raise self._broken
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        if (early := self._decided.pop(step, None)) is not None:
-            self._resolve(future, early)
-        else:
-            self._waiting[step] = future
-            await self._post(Frame(step=step, payload=payload))
+        if (error := self._failed.get(attempt_of(step))) is not None:
+            raise error
+        self._waiting[step] = future
+        await self._post(Frame(step=step, payload=payload))
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
@@ -342,12 +345,13 @@ class Spoke:
         finally:
             self._waiting.pop(step, None)
 
-    async def fail(self, step: str, error: SynclineError) -> None:
-        if self._broken is None:
-            await self._post(error_frame(step, error))
+    async def fail(self, attempt: str, error: SynclineError) -> None:
+        if self._broken is None and attempt not in self._failed:
+            self._failed[attempt] = error
+            await self._post(error_frame(attempt, error))
 
     def forget(self, past: Callable[[str], bool]) -> None:
-        _forget(past, self._decided)
+        _forget(past, self._failed)
 
     def tell(self, topic: str, payload: bytes) -> None:
         task = asyncio.ensure_future(self._post(Frame(step=topic, payload=payload, note=True)))
@@ -373,21 +377,19 @@ class Spoke:
             self._on_note(frame.step, frame.payload)
         elif frame.step == LOST:
             self._break(error_from_wire(frame.error, frame.payload.decode()))
-        elif (future := self._waiting.get(frame.step)) is not None:
-            self._resolve(future, frame)
-        else:
-            self._decided[frame.step] = frame
-            if frame.error:
-                self._on_abort(frame.step, error_from_wire(frame.error, frame.payload.decode()))
-
-    @staticmethod
-    def _resolve(future: asyncio.Future[bytes], frame: Frame) -> None:
-        if future.done():
-            return
-        if frame.error:
-            future.set_exception(error_from_wire(frame.error, frame.payload.decode()))
-        else:
+        elif frame.error:
+            self._fail_attempt(frame.step, error_from_wire(frame.error, frame.payload.decode()))
+        elif (future := self._waiting.get(frame.step)) is not None and not future.done():
             future.set_result(frame.payload)
+
+    def _fail_attempt(self, attempt: str, error: SynclineError) -> None:
+        known = attempt in self._failed
+        self._failed.setdefault(attempt, error)
+        for step, future in self._waiting.items():
+            if attempt_of(step) == attempt and not future.done():
+                future.set_exception(error)
+        if not known:
+            self._on_abort(attempt, error)
 
     def _break(self, error: SynclineError) -> None:
         if self._broken is not None:

@@ -223,7 +223,7 @@ class Coordinator:
 
     async def _prepare(self, handle: TargetHandle, version: int, plan: Plan, timeout_s: float) -> PrepareReply:
         request = PrepareRequest(
-            num_buckets=plan.num_tasks,
+            num_buckets=plan.total_tasks,
             version=version,
             plan_digest=plan.digest,
             push_id=self.push_id,
@@ -258,7 +258,7 @@ class Coordinator:
             version=version,
             digest=_hex(digests[CONTENT]) if CONTENT in digests else "",
             seconds=time.perf_counter() - self._started,
-            tasks=plan.num_tasks,
+            tasks=plan.total_tasks,
             targets=outcomes,
             ranks=ranks,
         )

@@ -13,16 +13,18 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from syncline.scheduler.errors import AllTargetsLost, DeadlineExceeded, PushCancelled, StageFailure
 from syncline.scheduler.layout import Manifest
 from syncline.scheduler.plan import Plan, PlanOptions, build_plan
+from syncline.stages.communicator import Rendezvous
 
 from .config import TransferConfig
-from .coordination import LOST, Coordination
+from .coordination import LOST, Coordination, attempt_of
 from .coordinator import Coordinator
 from .errors import (
     ClosedError,
@@ -39,8 +41,10 @@ from .reporting import build_report
 from .running import PushRun
 from .source import Source
 from .steps import Enter, Linked, LossNote, Manifests, Offers, Opening, Outcome, Start
-from .targets import RemoteTarget
+from .targets import RemoteTarget, TargetHandle
 from .wiring import Wiring, transport_kinds
+
+T = TypeVar("T")
 
 _STEP_MARGIN_S = 2.0
 """How much longer than the push other ranks wait for rank 0's last decision: it speaks first, and says more."""
@@ -59,6 +63,7 @@ class Session:
         self._attempt = 0
         self._until = 0.0
         self._run: PushRun | None = None
+        self._rendezvous: Rendezvous | None = None
         self._dead: SynclineError | None = None
 
     # ------------------------------------------------------------------------------------------------- what is called
@@ -71,9 +76,10 @@ class Session:
         )
         self._coordination.watch(self._on_abort, self._on_note)
         if source.rank == 0:
-            self._coordinator = Coordinator(self.targets, config)
+            self._rendezvous = await asyncio.to_thread(Rendezvous.host, config.bind_host, timeout_s=config.connect_timeout_s)
+            self._coordinator = Coordinator(self.targets, config, self._rendezvous.endpoint)
         self._until = time.monotonic() + config.connect_timeout_s
-        await self._guarded("open", self._open(None, self._manifest()))
+        await self._guarded(self._open(None))
 
     async def push(self, version: int, on_source_free: Callable[[], None]) -> PushReport:
         """One push of ``version``."""
@@ -82,7 +88,9 @@ class Session:
         self._attempt += 1
         self._until = time.monotonic() + self.config.push_timeout_s
         self._coordination_or_raise().forget(self._is_past)
-        return await self._guarded("done", self._push(version, on_source_free))
+        report = await self._guarded(self._push(version, on_source_free))
+        assert report is not None
+        return report
 
     async def close(self) -> None:
         """Close everything in bounded time. Idempotent."""
@@ -96,21 +104,23 @@ class Session:
     # ------------------------------------------------------------------------------------------------------- the steps
 
     async def _push(self, version: int, on_source_free: Callable[[], None]) -> PushReport:
-        await self._open(version, self._manifest())
+        await self._open(version)
         wiring = self._wired()
         start = msgspec.msgpack.decode(
             await self._exchange("start", b"", lambda _parts: self._decide_start(version, wiring.plan)), type=Start
         )
         self._run = PushRun(self._attempt, version, start, wiring, self._report_loss)
         try:
-            payload = await self._run.run(self._remaining(), on_source_free, lambda done: self._finish(version, done))
+            async with self._watching(start):
+                payload = await self._run.run(self._remaining(), on_source_free, lambda done: self._finish(version, done))
         finally:
             self._run = None
         outcome = msgspec.msgpack.decode(payload, type=Outcome)
         return build_report(outcome, [target.address for target in self.targets], trace=self.config.trace)
 
-    async def _open(self, version: int | None, manifest: Manifest) -> None:
+    async def _open(self, version: int | None) -> None:
         """``enter``; then whatever has to be made anew."""
+        manifest = self.source.manifest()
         enter = Enter(
             version=version,
             manifest_digest=manifest.digest,
@@ -128,7 +138,7 @@ class Session:
         wiring = self._wired()
         wiring.push_id = opening.push_id
         if opening.regroup:
-            await wiring.regroup(opening.group_name, opening.rendezvous, timeout_s=self._remaining())
+            await wiring.regroup(opening.group_name, opening.rendezvous, self._rendezvous, timeout_s=self._remaining())
         if opening.link:
             await self._link(opening.link, must=must)
 
@@ -185,37 +195,39 @@ class Session:
         async def decide(parts: Sequence[bytes]) -> bytes:
             assert self._coordinator is not None
             assert self._run is not None
-            return await self._coordinator.decide_outcome(parts, version, self._run.lost, self._remaining)
+            return await self._coordinator.decide_outcome(
+                parts, version, self._wired().plan, self._run.lost, self._remaining
+            )
 
         return await self._exchange("done", done, decide)
 
     # ------------------------------------------------------------------------------------------------- failing together
 
-    async def _guarded(self, last_step: str, work: asyncio._CoroutineLike[PushReport | None]) -> PushReport:
+    async def _guarded(self, work: Awaitable[T]) -> T:
         """Run ``work``; if it fails here, every rank and every target is told, and the error comes out typed."""
         try:
-            return await work  # type: ignore[return-value]
+            return await work
         except BaseException as raised:
             error = _typed(raised, self.config)
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_STEP_MARGIN_S * 2):
-                    await self._spread(last_step, error)
+                    await self._spread(error)
             if self._wiring is not None:
                 self._wiring.abort()
             if error is raised or isinstance(raised, asyncio.CancelledError):
                 raise
             raise error from raised
 
-    async def _spread(self, last_step: str, error: SynclineError) -> None:
+    async def _spread(self, error: SynclineError) -> None:
         coordination = self._coordination_or_raise()
-        await coordination.fail(self._step(last_step), error)
+        await coordination.fail(str(self._attempt), error)
         if self._coordinator is not None:
             await self._coordinator.abort(f"{type(error).__name__}: {error}")
 
-    def _on_abort(self, step: str, error: SynclineError) -> None:
-        if step == LOST:
+    def _on_abort(self, attempt: str, error: SynclineError) -> None:
+        if attempt == LOST:
             self._dead = error
-        elif not step.startswith(f"{self._attempt}/"):
+        elif attempt != str(self._attempt):
             return
         if self._run is not None:
             self._run.abort(error)
@@ -229,6 +241,23 @@ class Session:
             self._decide_loss(note)
         else:
             self._coordination_or_raise().tell("lost", msgspec.msgpack.encode(note))
+
+    @contextlib.asynccontextmanager
+    async def _watching(self, start: Start) -> AsyncIterator[None]:
+        """Rank 0: while the push runs, a target whose process dies is lost at once."""
+        handles = [self._coordinator.handles[index] for index in start.live] if self._coordinator else []
+
+        async def watch(handle: TargetHandle) -> None:
+            await handle.lost.wait()
+            self._report_loss(handle.index, handle.lost_error())
+
+        tasks = [asyncio.create_task(watch(handle)) for handle in handles]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _decide_loss(self, note: LossNote) -> None:
         """Rank 0: the target is lost on every rank. Sends are point to point, so it may take effect at any task."""
@@ -246,9 +275,6 @@ class Session:
 
     # ----------------------------------------------------------------------------------------------------------- small
 
-    def _manifest(self) -> Manifest:
-        return self.source.manifest()
-
     def _remaining(self) -> float:
         return max(0.05, self._until - time.monotonic())
 
@@ -256,8 +282,7 @@ class Session:
         return f"{self._attempt}/{name}"
 
     def _is_past(self, step: str) -> bool:
-        number, _, _ = step.partition("/")
-        return number.isdecimal() and int(number) < self._attempt
+        return int(attempt_of(step)) < self._attempt
 
     async def _exchange(self, name: str, payload: bytes, decide: Callable[[Sequence[bytes]], object]) -> bytes:
         coordination = self._coordination_or_raise()

@@ -33,9 +33,12 @@ def _records(machine: PipelineMachine) -> list[TaskRecord]:
 
 
 def _started(push: PushRecord, spec: TaskSpec) -> tuple[StageName, ...]:
-    """The stages of a task that were started in this push and still count. Of a done task all, of a dropped one none."""
+    """The stages of a task that were started in this push and still count.
+
+    Of a done task all, but for a send that nobody wants: it may have been skipped. Of a dropped task none.
+    """
     if spec.index in push.done:
-        return spec.stages
+        return spec.stages if push.wanted(spec) else tuple(stage for stage in spec.stages if stage != "send")
     record = push.active.get(spec.index)
     if record is None:
         return ()
@@ -176,6 +179,9 @@ def _idle(machine: PipelineMachine, push: PushRecord) -> Iterator[str]:
         spec = next((spec for spec in push.schedule.queues[stage] if _unstarted(push, spec, stage)), None)
         if spec is not None and _could_start(machine, push, spec, stage):
             yield f"progress: {stage} of task {spec.index} could start and was not started"
+    for record in push.active.values():
+        if record.state is TaskState.WAITING and record.stage == "send" and not push.wanted(record.spec):
+            yield f"progress: task {record.spec.index} waits for a send that nobody wants"
     groups = push.schedule.groups
     if push.barrier is None and push.gate < len(groups):
         todo = [spec for spec in push.schedule.tasks if spec.group == groups[push.gate] and "prepare" in spec.stages]

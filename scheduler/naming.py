@@ -181,7 +181,7 @@ def _ties(holder: Holder, table: _SourceTensors, problems: Problems) -> dict[str
     if not holder.layout.aliases and not holder.aliases:
         return {}
     found: dict[str, int] = {}
-    for family in _families(holder.aliases):
+    for family in families(holder.aliases):
         held = sorted({table.place[root] for root in map(table.roots, family) if root in table.place})
         if len(held) > 1:
             separate = " and ".join(table.names[i] for i in held)
@@ -194,7 +194,7 @@ def _ties(holder: Holder, table: _SourceTensors, problems: Problems) -> dict[str
     return found
 
 
-def _families(aliases: Iterable[tuple[str, str]]) -> list[set[str]]:
+def families(aliases: Iterable[tuple[str, str]]) -> list[set[str]]:
     """Names that aliases connect."""
     family: dict[str, set[str]] = {}
     for pair in aliases:
@@ -206,7 +206,7 @@ def _families(aliases: Iterable[tuple[str, str]]) -> list[set[str]]:
 def _closure(scope: frozenset[str], holders: Iterable[Holder]) -> frozenset[str]:
     """Names in scope, and what they are aliases of and have as aliases."""
     aliases = frozenset(pair for holder in holders for pair in holder.aliases)
-    return scope.union(*(names for names in _families(aliases) if names & scope))
+    return scope.union(*(names for names in families(aliases) if names & scope))
 
 
 def _check_scope(sides: Sides, scope: Scope, problems: Problems) -> None:
@@ -277,18 +277,20 @@ def _check_companions(sides: Sides, table: _SourceTensors, index: list[Ints], pr
         return
     known = set(table.names).union(*(holder.layout.tensors.names for holder in sides.receiving))
     sent: dict[int, set[str]] = defaultdict(set)
-    quantized: dict[str, list[int]] = {}
+    quantized: dict[str, set[int]] = defaultdict(set)
     for holder, at in zip(sides.receiving, index, strict=True):
         tensors = holder.layout.tensors
         arriving = [
             (name, tensors.dtypes[code]) for name, code, i in zip(tensors.names, tensors.dtype, at, strict=True) if i >= 0
         ]
-        targets = sorted({sides.receivers[rank].target for rank in holder.ranks})
+        targets = {sides.receivers[rank].target for rank in holder.ranks}
         for target in targets:
             sent[target].update(name for name, _ in arriving)
-        quantized.update({name: targets for name, dtype in arriving if dtype.startswith("float8")})
+        for name, dtype in arriving:
+            if dtype.startswith("float8"):
+                quantized[name] |= targets
     for name, targets in quantized.items():
         for scale in (name + ending for ending in _SCALES if name + ending in known):
-            for target in targets:
+            for target in sorted(targets):
                 if scale not in sent[target]:
                     problems.add(f"{name}: target {target} would get it without its scale {scale}: send both, or neither")

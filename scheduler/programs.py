@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from .layout import Box, Index
 
 ALIGN = 256
@@ -153,8 +155,10 @@ class SourceProgram:
 class Landing:
     """A segment as one receiver takes it.
 
-    ``pieces`` are indexes into the pieces of the receiver's manifest. ``dests``, one for each, are regions of the receiver's own buffers, all of which get the segment's content (more than one where the
-    receiver holds a tied tensor twice). Their shape is the segment's box shape and their dtype the wire dtype.
+    ``pieces`` are indexes into the pieces of the receiver's manifest. ``dests``, one for each, are regions of the
+    receiver's own buffers, all of which get the segment's content (more than one where the receiver holds a tied tensor
+    twice; equal ones where two pieces name the same memory). Their shape is the segment's box shape and their dtype the
+    wire dtype.
     ``landing_offset`` is the segment's place in this receiver's own (private) landing space; ``shared_offset`` its place
     in the owner's landing space (see `SourceTask.landing_offset`).
     """
@@ -188,6 +192,7 @@ class TargetProgram:
         shared_nbytes: bytes of each owner's landing space, in the order of ``owners``.
         bucket_nbytes: the largest bucket.
         digest_kind: for example ``xxh3_128:262144``.
+        skipped: names of the receiver's manifest that are out of the push's scope: they stay as they are.
     """
 
     plan_digest: str
@@ -198,3 +203,19 @@ class TargetProgram:
     shared_nbytes: tuple[int, ...]
     bucket_nbytes: int
     digest_kind: str
+    skipped: tuple[str, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """One msgpack document."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TargetProgram:
+        """The inverse of `to_bytes`. Raises `ValueError` for anything that is not a program.
+
+        A decoded program is well formed, not yet right: see `syncline.scheduler.proof.check_target_program`.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"not the bytes of a target program: {error}") from error

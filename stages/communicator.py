@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from .completions import Signal, WorkCompletion
+from .completions import Signal, WorkCompletion, gloo_text
 from .errors import TransportError
 from .workers import call_in_thread
 
@@ -209,7 +209,7 @@ class Communicator:
         if not self._broken.is_set():
             self._broken.set()
             self._cut_all()
-        operation.signal.fail_threadsafe(TransportError(f"{operation}: {_first_line(error)}"))
+        operation.signal.fail_threadsafe(TransportError(f"{operation}: {gloo_text(error)}"))
 
     def _cut_all(self) -> None:
         """Close the connections to all peers, so that everything under way fails now and its memory is let go."""
@@ -240,8 +240,4 @@ def _make_group(store: c10d.Store, rank: int, size: int, options: Any) -> Any:
     try:
         return dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
-        raise TransportError(f"rank {rank} of {size} did not meet the others: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TransportError(f"rank {rank} of {size} did not meet the others: {gloo_text(error)}") from error

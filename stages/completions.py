@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar, cast
 
@@ -105,6 +106,12 @@ class Signal(Generic[T]):
         return self.result
 
 
+def gloo_text(error: BaseException) -> str:
+    """What gloo says, without the place in its source and without advice to its own users."""
+    text = str(error) or type(error).__name__
+    return re.sub(r"^\[[^\]]*\] ", "", text.splitlines()[0]).split(". This is typically", 1)[0].rstrip(".")
+
+
 class WorkCompletion:
     """A polled completion of a `torch.distributed.Work` of a *collective* (gloo's point-to-point work cannot be polled).
 
@@ -120,9 +127,10 @@ class WorkCompletion:
     def poll(self) -> bool:
         if not self._work.is_completed():
             return False
-        error = self._work.exception()
-        if error is not None:
-            raise TransportError(f"{self._what} failed: {error}") from None
+        try:
+            self._work.wait()  # returns or raises at once
+        except RuntimeError as error:
+            raise TransportError(f"{self._what} failed: {gloo_text(error)}") from None
         return True
 
     def subscribe(self, callback: Callable[[], None]) -> bool:

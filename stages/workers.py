@@ -11,12 +11,18 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from syncline.scheduler.errors import SynclineError
+
 from .completions import Signal
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _Job = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], "Signal[Any]"]
+
+
+class ClosedWorkers(SynclineError):
+    """Work was given to worker threads that have been stopped."""
 
 
 class Workers:
@@ -46,10 +52,11 @@ class Workers:
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Signal[T]:
         """Run ``function`` on a worker. The signal ends on the calling loop with its result or its error."""
-        if self._closed:
-            raise RuntimeError("the workers are closed")
         signal: Signal[T] = Signal()
-        self._jobs.put((function, args, kwargs, signal))
+        if self._closed:
+            signal.fail(ClosedWorkers("the worker threads are stopped: their engine or receiver was closed"))
+        else:
+            self._jobs.put((function, args, kwargs, signal))
         return signal
 
     def close(self, timeout_s: float = 5.0) -> bool:

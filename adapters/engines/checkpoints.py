@@ -6,7 +6,11 @@ needs others that are of no use here. transformers reads GGUF with the packages 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
+import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from syncline.engine.errors import ConfigError
 
@@ -93,9 +98,10 @@ class Checkpoint:
             from transformers import GgufConfig  # not in older releases, and needed for GGUF only
 
             options["quantization_config"] = GgufConfig(dequantize=True)
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            **self._where, dtype=dtype, attn_implementation="sdpa", **options
-        )
+        with _no_progress_bars(stderr=self.gguf is not None):
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(
+                **self._where, dtype=dtype, attn_implementation="sdpa", **options
+            )
         return model.eval()
 
     def tokenizer(self) -> Tokenizer | None:
@@ -124,3 +130,23 @@ def load_model(name: str | Path, *, dtype: torch.dtype = torch.float32, random_w
 def load_tokenizer(name: str | Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint; None if it has none."""
     return Checkpoint.find(name).tokenizer()
+
+
+@contextlib.contextmanager
+def _no_progress_bars(*, stderr: bool) -> Iterator[None]:
+    """A library prints nothing, and leaves no thread behind that watches bars.
+
+    Args:
+        stderr: drop what is written there: the reader of GGUF files has a bar that no setting turns off.
+    """
+    tqdm: Any = importlib.import_module("tqdm").tqdm
+    interval, enabled = tqdm.monitor_interval, transformers_logging.is_progress_bar_enabled()
+    tqdm.monitor_interval = 0
+    transformers_logging.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) if stderr else contextlib.nullcontext():
+            yield
+    finally:
+        tqdm.monitor_interval = interval
+        if enabled:
+            transformers_logging.enable_progress_bar()

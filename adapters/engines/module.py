@@ -80,13 +80,19 @@ class ModuleLoader:
         self._optional = tuple(optional)
         self._on_update = on_update
         self._holdings: Holdings | None = None
+        self._manifest: Manifest | None = None
         self._movers: dict[int, Movable] = {}
         self._mapped: dict[int, torch.Tensor] = {}
 
     def manifest(self, *, rank: int, world_size: int, host: str) -> Manifest:
         """What this rank must receive. The fingerprint changes when live memory was reallocated, but not by `rebind`."""
         holdings = self._current()
-        return holdings.manifest(rank=rank, world_size=world_size, host=host, optional=self._optional, movable=self._movable)
+        place = (rank, world_size, host)
+        if self._manifest is None or (self._manifest.rank, self._manifest.world_size, self._manifest.host) != place:
+            self._manifest = holdings.manifest(
+                rank=rank, world_size=world_size, host=host, optional=self._optional, movable=self._movable
+            )
+        return self._manifest
 
     def buffers(self) -> Sequence[torch.Tensor]:
         """Live tensors in the order of the manifest's buffers. Only `rebind` and `unmap` replace them."""
@@ -135,7 +141,7 @@ class ModuleLoader:
         if self._holdings is None or not self._holdings.unchanged():
             self._holdings = Holdings(self._model, names=self._names, target=True)
             self._movers = movable_buffers(self._model, self._holdings) if self._movable else {}
-            self._mapped = {}
+            self._mapped, self._manifest = {}, None
         return self._holdings
 
     def _own(self, buffers: set[int]) -> None:

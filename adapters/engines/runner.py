@@ -59,30 +59,30 @@ class ModelRunner:
         device: torch.device = next(self.model.parameters()).device
         return device
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prefill(self, ids: Sequence[int]) -> torch.Tensor:
         """Read a prompt into a new row, the last one. Returns the logits of the next token: float32, (1, vocab)."""
         return self._read(self.cache.open_row(), ids, keep=1)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def extend(self, row: int, ids: Sequence[int]) -> torch.Tensor:
         """Read more tokens into a row. Returns the logits after each of them: float32, (tokens, vocab)."""
         return self._read(row, ids, keep=len(ids))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode(self, ids: Sequence[int]) -> torch.Tensor:
         """One token more for every row, in the order of the rows. Returns the next logits: float32, (rows, vocab)."""
         positions = self.cache.extend_rows(self.device)[:, None]
         logits = self._forward(torch.tensor(list(ids), device=self.device)[:, None], positions, max(self.cache.lengths), 1)
         return logits[:, -1].float()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Logits after every token, by one plain pass without any cache: float32, (tokens, vocab)."""
         logits = self._call(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)
         return logits[0].float()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def close_row(self, row: int) -> None:
         """Forget row ``row``; the last row, if it is another one, takes its number."""
         self.cache.close_row(row)
@@ -129,7 +129,7 @@ class ModelRunner:
         dtype = self.model.dtype
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _probe(self) -> None:
         """A long and a short request together, against plain passes over each."""
         tokens = min(_PROBE_TOKENS, self.max_length - 1)

@@ -29,13 +29,13 @@ class FSDPSource(ModuleSource):
     Args:
         model: the module that ``fully_shard`` was applied to, or a module that contains it.
         process_group: the group of all ranks that take part. By default the ranks of the parameters' device meshes: the
-            default group if that is all of them, else a group over just them (made here, so all of them must get here).
-            Pass it where ranks hold different layers (pipeline parallelism).
+            default group if that is all of them, or a one-dimensional mesh's own group. Pass it where a mesh with several axes
+            is only a part of the job, and where ranks hold different layers (pipeline parallelism).
         names: a `NameMap` (such as a `NameTable`) for parameters that are named otherwise in checkpoints.
         optional: canonical names or patterns with ``*`` that a target may lack.
 
     Raises:
-        ConfigError: ``torch.distributed`` is not initialized, or this rank is not in the group.
+        ConfigError: ``torch.distributed`` is not initialized, this rank is not in the group, or the group must be given.
     """
 
     _model: nn.Module
@@ -68,10 +68,9 @@ class FSDPSource(ModuleSource):
     def _reshard(self) -> None:
         refused = reshard(self._model)
         if refused:
-            raise PlanError([
-                f"FSDP module {name} is inside a forward or backward pass, its parameters are gathered; push between steps"
-                for name in refused
-            ])  # fmt: skip
+            raise PlanError(
+                [f"FSDP module {name} is inside a forward or backward pass; push between steps" for name in refused]
+            )
 
 
 def _meeting_group(model: nn.Module) -> dist.ProcessGroup:
@@ -87,7 +86,9 @@ def _meeting_group(model: nn.Module) -> dist.ProcessGroup:
         mesh = mesh_of(tensor)
         if mesh is not None and mesh.ndim == 1 and mesh.size() == len(ranks):
             return mesh.get_group()
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError([f"rank {dist.get_rank()} is not among the ranks {ranks} that hold the model; make no source here"])
-    return group
+    # Not made here: a group over some ranks needs every rank of the job, or as many groups so far on each of its own ranks.
+    problem = (
+        f"the model is spread over ranks {ranks} of {dist.get_world_size()}, and none of its meshes has a group of just those; "
+        f"call group = torch.distributed.new_group({ranks}) on every rank of the job and pass it as process_group"
+    )
+    raise ConfigError([problem])

@@ -12,10 +12,11 @@ A push, seen from both ends::
                         offers travel by the control plane
     await sender.link(receivers, ...)       <->    await half.link(descriptors, ...)           once
     await sender.begin(push_id, ...)               await half.begin(push_id, ...)              every push, either first
-    sender.bucket(task) / sender.pool              bucket = await half.receive(task)
-    sender.send(task, bucket, receivers)           ... copy, digest ...
-                                                   half.release(task)
-    await sender.end(ok)                           await half.end(ok)
+    loan = await sender.claim(task)                bucket = await half.receive(task)
+    ... assemble loan.memory ...                   ... copy, digest ...
+    sender.send(task, loan.memory, receivers)      half.release(task)
+    loan.release()
+    await sender.end(committed)                    await half.end(committed)
 
 Landing modes. ``streamed``: a bucket is valid from `receive` to `release`, and only a few are under way at a time.
 ``staged`` and ``mapped``: all buckets of a push stay valid until `ReceivingHalf.end`, or for as long as the `Lease` of the
@@ -35,8 +36,7 @@ import xxhash
 
 from syncline.scheduler.programs import Landing, ReceiverId, SourceTask, TargetTask
 
-from ..buffers import BufferPool
-from ..completions import Completion
+from ..completions import Completion, Signal
 from ..errors import TransportError
 
 LandingMode = Literal["staged", "streamed", "mapped"]
@@ -50,12 +50,30 @@ def push_key(push_id: str) -> int:
     return xxhash.xxh3_64_intdigest(push_id.encode())
 
 
+class Loan(Protocol):
+    """Memory on loan. `syncline.stages.buffers.Buffer` is one."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """1-d uint8, as long as was asked for."""
+        ...
+
+    def release(self) -> None:
+        """Give it back, once nothing uses it any more."""
+        ...
+
+
 class Sender(Protocol):
     """The sending half of a transport on one source rank."""
 
     @property
     def kind(self) -> str:
         """Name of the transport: ``shm`` or ``gloo``."""
+        ...
+
+    @property
+    def in_place(self) -> bool:
+        """Buckets for this transport have to be assembled in memory that `claim` gives; it sends from nowhere else."""
         ...
 
     @property
@@ -66,11 +84,6 @@ class Sender(Protocol):
     @property
     def landing_bytes(self) -> int:
         """Bytes of landing memory held now (``staged`` and ``mapped`` over shared memory), all buffers together."""
-        ...
-
-    @property
-    def pool(self) -> BufferPool | None:
-        """Memory that buckets for this transport must be taken from, or None: any memory will do."""
         ...
 
     async def offer(self, receivers: Collection[ReceiverId]) -> Mapping[int, bytes]:
@@ -98,8 +111,12 @@ class Sender(Protocol):
         """
         ...
 
-    def bucket(self, task: SourceTask) -> torch.Tensor | None:
-        """The task's place in landing memory (1-d uint8, ``task.nbytes`` long) for this push, or None: take it from `pool`."""
+    def claim(self, task: SourceTask) -> Signal[Loan]:
+        """Memory to assemble the task's bucket in: only if `in_place`. Comes when there is room, in the order of the claims.
+
+        Landing memory of the push that is current comes at once. Whatever is on loan is not used for another bucket or
+        another push until it is released.
+        """
         ...
 
     def send(
@@ -117,8 +134,12 @@ class Sender(Protocol):
         """Give receivers up. Their completions under way end soon, their links close, their peers notice. Idempotent."""
         ...
 
-    async def end(self, ok: bool) -> None:
-        """The push is over. Links that have work left under way are dropped (see `linked`)."""
+    async def end(self, committed: Collection[ReceiverId]) -> None:
+        """The push is over; ``committed`` are the receivers that committed it.
+
+        Two-sided transports drop the links of the others, which may have work left under way (see `linked`). One-sided
+        ones keep them; a bucket that such a receiver still reads stays in use until the receiver's own `end`.
+        """
         ...
 
     async def close(self, timeout_s: float = 5.0) -> None:
@@ -191,8 +212,12 @@ class ReceivingHalf(Protocol):
         """Take over the hold on this push's landing memory, which `end` would release. Only if `persistent`."""
         ...
 
-    async def end(self, ok: bool) -> None:
-        """The push is over for this rank. Releases the lease if it was not taken over."""
+    async def end(self, committed: bool) -> None:
+        """The push is over for this rank. Releases the lease if it was not taken over, and buckets that were not released.
+
+        Nothing that `receive` returned may be read any more, but for memory under a lease that was taken over. If it was
+        not committed, a two-sided transport gives up its links: link anew.
+        """
         ...
 
     async def close(self, timeout_s: float = 5.0) -> None:

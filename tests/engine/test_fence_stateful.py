@@ -7,11 +7,10 @@ the fence switched off the same test has to fail.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, Phase as HypothesisPhase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from syncline.engine.errors import SynclineError
@@ -34,6 +33,7 @@ from syncline.engine.leader_machine import (
 
 CHUNKS = 2
 GARBAGE = -1
+FAULTS = ("kill", "lose message", "cut off", "rank deadline", "leader deadline", "source aborts")
 MODES = ("staged", "streamed", "mapped")
 
 
@@ -262,10 +262,14 @@ class TargetModel(RuleBasedStateMachine):
         self.feed(PrepareAsked(push_id=self.push, version=version, landing=self.mode))
 
     @precondition(lambda self: self.push)
-    @rule(which=st.integers(0, 5), call=st.sampled_from(("prepare", "complete", "abort")))
-    def late_call(self, which, call):
-        number = max(1, self.pushes - which)
-        push_id = f"push{number}"
+    @rule()
+    def complete(self):
+        self.feed(CompleteAsked(push_id=self.push))
+
+    @precondition(lambda self: self.push)
+    @rule(age=st.integers(1, 3), call=st.sampled_from(("prepare", "complete", "abort")))
+    def late_call(self, age, call):
+        push_id = f"push{max(1, self.pushes - age)}"
         match call:
             case "prepare":
                 self.feed(PrepareAsked(push_id=push_id, version=self.versions[push_id], landing=self.mode))
@@ -275,27 +279,15 @@ class TargetModel(RuleBasedStateMachine):
                 self.feed(AbortAsked(push_id=push_id, reason="late"))
 
     @precondition(lambda self: self.push)
-    @rule()
-    def complete(self):
-        self.feed(CompleteAsked(push_id=self.push))
-
-    @precondition(lambda self: self.push)
-    @rule()
-    def abort(self):
-        self.feed(AbortAsked(push_id=self.push, reason="the source gave up"))
-
-    @precondition(lambda self: self.push)
     @rule(rank=st.integers(0, 2), chunk=st.integers(0, CHUNKS - 1), age=st.integers(0, 2))
     def land(self, rank, chunk, age):
-        number = max(1, self.pushes - age)
-        self.land_one(self.ranks[rank % self.world], f"push{number}", chunk)
+        """A byte of the current push, or of an older one."""
+        self.land_one(self.ranks[rank % self.world], f"push{max(1, self.pushes - age)}", chunk)
 
-    @precondition(lambda self: self.push)
-    @rule(age=st.integers(0, 2))
-    def land_everything(self, age):
+    def land_everything(self):
         for rank in self.ranks:
             for chunk in range(CHUNKS):
-                self.land_one(rank, f"push{max(1, self.pushes - age)}", chunk)
+                self.land_one(rank, self.push, chunk)
 
     def land_one(self, rank, push_id, chunk):
         blocked = any(send.step == "prepare" for send in rank.waiting)
@@ -310,50 +302,32 @@ class TargetModel(RuleBasedStateMachine):
 
     # rules: the network
 
-    @precondition(lambda self: self.network)
+    @precondition(lambda self: self.network or self.replies)
     @rule(at=st.integers(0, 50), again=st.booleans())
-    def deliver_order(self, at, again):
-        message = self.network[at % len(self.network)]
-        if not again:
-            self.network.remove(message)
-        self.deliver(message)
+    def deliver_one(self, at, again):
+        """Any message, in any order, perhaps twice."""
+        at %= len(self.network) + len(self.replies)
+        if at < len(self.network):
+            message = self.network[at] if again else self.network.pop(at)
+            self.deliver(message)
+        else:
+            at -= len(self.network)
+            self.feed(self.replies[at] if again else self.replies.pop(at))
 
-    @precondition(lambda self: self.network)
-    @rule()
     def deliver_all_orders(self):
         network, self.network = self.network, []
         for message in network:
             self.deliver(message)
 
-    @precondition(lambda self: self.network)
-    @rule(at=st.integers(0, 50))
-    def lose_order(self, at):
-        self.network.pop(at % len(self.network))
-
-    @precondition(lambda self: self.replies)
-    @rule(at=st.integers(0, 50), again=st.booleans())
-    def deliver_reply(self, at, again):
-        reply = self.replies[at % len(self.replies)]
-        if not again:
-            self.replies.remove(reply)
-        self.feed(reply)
-
-    @precondition(lambda self: self.replies)
-    @rule()
     def deliver_all_replies(self):
         replies, self.replies = self.replies, []
         for reply in replies:
             self.feed(reply)
 
-    @precondition(lambda self: self.replies)
-    @rule(at=st.integers(0, 50))
-    def lose_reply(self, at):
-        self.replies.pop(at % len(self.replies))
-
     # rules: long strides, so that faults also meet pushes that have come far
 
-    @rule(rounds=st.integers(1, 12), chunks=st.integers(0, 2 * CHUNKS), complete=st.booleans())
-    def stride(self, rounds, chunks, complete):
+    @rule(rounds=st.integers(1, 12), chunks=st.integers(0, 2 * CHUNKS), complete=st.booleans(), land=st.booleans())
+    def stride(self, rounds, chunks, complete, land):
         """Some of the way of a push, everything going well."""
         for rank in self.ranks:
             if not rank.joined:
@@ -362,7 +336,8 @@ class TargetModel(RuleBasedStateMachine):
             self.prepare(repeat=1)
         for _ in range(rounds):
             self.deliver_all_orders()
-            self.land_everything(age=0)
+            if land:
+                self.land_everything()
             for _ in range(chunks):
                 for rank in self.ranks:
                     self.copy_one(rank)
@@ -376,18 +351,36 @@ class TargetModel(RuleBasedStateMachine):
 
     # rules: faults
 
-    @rule(which=st.integers(0, 2), restart_in_time=st.booleans())
-    def kill(self, which, restart_in_time):
-        index = which % self.world
-        old, new = self.ranks[index], self.fresh(index, None)
+    @rule(kind=st.sampled_from(FAULTS), which=st.integers(0, 50), late=st.booleans())
+    def fault(self, kind, which, late):
+        rank = self.ranks[which % self.world]
+        match kind:
+            case "kill":
+                self.kill(rank, noticed=not late)
+            case "lose message" if self.network or self.replies:
+                lost = self.network or self.replies
+                lost.pop(which % len(lost))
+            case "cut off" if rank.rank and rank.joined:
+                self.feed(Lost(rank=rank.rank, incarnation=rank.incarnation, reason="no heartbeat"))
+                rank.joined = False
+            case "rank deadline" if rank.fence.push_id is not None:
+                rank.fence.timeout(rank.fence.push_id, "deadline")
+                self.settle(rank)
+            case "leader deadline" if self.leader.step is not None:
+                self.feed(DeadlinePassed(push_id=self.leader._push.push_id, grace=late))
+            case "source aborts" if self.push:
+                self.feed(AbortAsked(push_id=self.push, reason="the source gave up"))
+
+    def kill(self, old, *, noticed):
+        new = self.fresh(old.rank, None)
         self.passes = [p for p in self.passes if not self.break_pass(p, old)]
-        self.ranks[index] = new
-        if index == 0:
+        self.ranks[old.rank] = new
+        if old.rank == 0:
             self.start_leader()
             for rank in self.ranks[1:]:
                 rank.joined = False
-        elif not restart_in_time:
-            self.feed(Lost(rank=index, incarnation=old.incarnation, reason="killed"))
+        elif noticed:
+            self.feed(Lost(rank=old.rank, incarnation=old.incarnation, reason="killed"))
 
     def break_pass(self, a_pass, dead):
         if dead not in a_pass.ranks:
@@ -397,13 +390,6 @@ class TargetModel(RuleBasedStateMachine):
                 rank.inside -= 1
                 self.retry(rank)
         return True
-
-    @rule(which=st.integers(1, 2))
-    def leader_loses_rank(self, which):
-        rank = self.ranks[which % self.world]
-        if rank.rank and rank.joined:
-            self.feed(Lost(rank=rank.rank, incarnation=rank.incarnation, reason="no heartbeat"))
-            rank.joined = False
 
     @rule(which=st.integers(0, 2))
     def rejoin(self, which):
@@ -418,20 +404,9 @@ class TargetModel(RuleBasedStateMachine):
         rank.joined = True
         self.feed(Joined(rank=rank.rank, incarnation=rank.incarnation, process=rank.process, serving=rank.serving))
 
-    @rule(which=st.integers(0, 2))
-    def rank_deadline(self, which):
-        rank = self.ranks[which % self.world]
-        if rank.fence.push_id is not None:
-            rank.fence.timeout(rank.fence.push_id, "deadline")
-            self.settle(rank)
-
-    @precondition(lambda self: self.leader.step is not None)
-    @rule(grace=st.booleans())
-    def leader_deadline(self, grace):
-        self.feed(DeadlinePassed(push_id=self.leader._push.push_id, grace=grace))
-
     # rules: work on a rank, and forward passes
 
+    @precondition(lambda self: any(rank.applying for rank in self.ranks))
     @rule(which=st.integers(0, 2))
     def copy_a_chunk(self, which):
         self.copy_one(self.ranks[which % self.world])
@@ -442,17 +417,21 @@ class TargetModel(RuleBasedStateMachine):
             rank.live[chunk] = rank.landing[chunk]
             self.retry(rank)
 
+    @precondition(lambda self: len(self.passes) < 3)
     @rule(alone=st.booleans(), which=st.integers(0, 2))
     def start_pass(self, alone, which):
         ranks = [self.ranks[which % self.world]] if alone else list(self.ranks)
-        if self.may_enter(ranks[0]) and len(self.passes) < 3:
+        if self.may_enter(ranks[0]):
             ranks[0].inside += 1
             self.passes.append(Pass(ranks[0].serving, ranks, not alone, entered=[ranks[0]]))
 
     @precondition(lambda self: self.passes)
-    @rule(which=st.integers(0, 2))
-    def read(self, which):
-        self.read_one(self.passes[which % len(self.passes)])
+    @rule(which=st.integers(0, 2), times=st.integers(1, 3))
+    def read(self, which, times):
+        a_pass = self.passes[which % len(self.passes)]
+        for _ in range(times):
+            if a_pass in self.passes:
+                self.read_one(a_pass)
 
     def read_one(self, a_pass):
         """Read one byte; the pass ends after the last one. False if it has to wait at a gate."""
@@ -505,7 +484,7 @@ class TargetModel(RuleBasedStateMachine):
         self.prepare(repeat=1)
         self.calm_down(prepared=True)
         assert self.answers[self.push, "prepare"].ok, self.answers[self.push, "prepare"]
-        self.land_everything(age=0)
+        self.land_everything()
         self.complete()
         self.calm_down()
         assert self.answers[self.push, "complete"].ok, self.answers[self.push, "complete"]
@@ -553,28 +532,31 @@ class TargetModel(RuleBasedStateMachine):
                 self.retry(rank)
 
 
-def search(fence_class, *, examples, derandomize=True):
+def search(fence_class, *, examples, shrink=True):
     class Machine(TargetModel):
         pass
 
     Machine.fence_class = fence_class
+    phases = (HypothesisPhase.generate, HypothesisPhase.shrink) if shrink else (HypothesisPhase.generate,)
     run_state_machine_as_test(
         Machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=60,
+            phases=phases,
             deadline=None,
-            derandomize=derandomize,
+            derandomize=True,
             database=None,
+            print_blob=False,
             suppress_health_check=list(HealthCheck),
         ),
     )
 
 
 def test_what_is_served_is_never_a_mix_and_never_uncommitted():
-    search(Fence, examples=250)
+    search(Fence, examples=800)
 
 
 def test_with_the_fence_switched_off_the_same_test_fails():
-    with contextlib.redirect_stdout(None), pytest.raises(Mix):
-        search(NoFence, examples=250)
+    with pytest.raises(Mix):
+        search(NoFence, examples=800, shrink=False)

@@ -1,0 +1,157 @@
+"""The pipeline of one push on one rank: from the targets' ``ready`` to this rank's ``done``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from syncline.scheduler.driver import PushOutcome
+from syncline.scheduler.errors import AllTargetsLost
+from syncline.scheduler.events import Cancelled, TargetLost
+
+from .errors import PushTimeout, SynclineError
+from .steps import Done, Start
+from .trace import STAGES, Span
+from .wiring import Wiring
+
+_LOOKS_PER_TIMEOUT = 8
+
+
+class PushRun:
+    """Runs the driver for one push, and takes what happens meanwhile: lost targets, an abort from elsewhere.
+
+    Args:
+        attempt: counts pushes of this engine; the driver's push id.
+        start: who takes part (rank 0's decision).
+        wiring: the plan's stages and links on this rank.
+        report_loss: called on the loop with a target that this rank cannot reach any more.
+
+    Attributes:
+        lost: target -> reason, as rank 0 decided.
+    """
+
+    def __init__(
+        self, attempt: int, version: int, start: Start, wiring: Wiring, report_loss: Callable[[int, SynclineError], None]
+    ) -> None:
+        self.version = version
+        self.lost: dict[int, str] = {}
+        self._attempt = attempt
+        self._start = start
+        self._wiring = wiring
+        self._report_loss = report_loss
+        self._reported: set[int] = set()
+        self._began = time.perf_counter()
+        self._wall = time.time()
+        self._free_s = 0.0
+        self._finish: Callable[[bytes], Awaitable[bytes]] | None = None
+        self._decision = b""
+
+    async def run(
+        self, deadline_s: float, on_source_free: Callable[[], None], finish: Callable[[bytes], Awaitable[bytes]]
+    ) -> bytes:
+        """Run to the end. ``finish`` contributes this rank's `Done` and returns rank 0's decision, as does this."""
+        self._finish = finish
+
+        def source_free() -> None:
+            self._free_s = time.perf_counter() - self._began
+            on_source_free()
+
+        if not self._start.live and not self._start.already:
+            source_free()
+            return await finish(self._done(None))
+        wiring = self._wiring
+        await wiring.begin(self._attempt, self._start.live, timeout_s=deadline_s, on_lost=self._noticed)
+        ok = False
+        try:
+            async with asyncio.TaskGroup() as scope:
+                watch = scope.create_task(self._watch_progress())
+                try:
+                    ok = await self._drive(deadline_s, source_free)
+                finally:
+                    watch.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None  # the watch never raises: there is one error, and it is the push's
+        finally:
+            await wiring.end(ok)
+        return self._decision
+
+    async def _drive(self, deadline_s: float, source_free: Callable[[], None]) -> bool:
+        driver = self._wiring.driver
+        try:
+            await driver.run(
+                self._attempt,
+                self._wiring.specs(frozenset(self._start.live)),
+                self._wiring.program.groups,
+                frozenset(self._start.live) | frozenset(self._start.already),
+                collect_votes=self._collect_votes,
+                deadline_s=deadline_s,
+                on_source_free=source_free,
+            )
+        except AllTargetsLost:
+            # Nobody is left to send to. That is a result like another: every target is reported with what befell it.
+            assert self._finish is not None
+            self._decision = await self._finish(self._done(driver.snapshot()))
+            return False
+        return True
+
+    async def _collect_votes(self) -> None:
+        assert self._finish is not None
+        self._decision = await self._finish(self._done(self._wiring.driver.snapshot()))
+
+    def drop(self, target: int, at_task: int, reason: str) -> None:
+        """Rank 0 decided that ``target`` is lost."""
+        if target in self.lost:
+            return
+        self.lost[target] = reason
+        self._wiring.drop_targets([target])
+        driver = self._wiring.driver
+        driver.post(TargetLost(now=driver.clock(), target=target, at_task=at_task, reason=reason))
+
+    def abort(self, error: SynclineError) -> None:
+        """Another rank failed, or went away: leave the push with its error."""
+        driver = self._wiring.driver
+        driver.post(Cancelled(now=driver.clock(), reason=str(error), error=error))
+
+    def _noticed(self, target: int, error: SynclineError) -> None:
+        if target not in self._reported:
+            self._reported.add(target)
+            self._report_loss(target, error)
+
+    async def _watch_progress(self) -> None:
+        """A target that takes nothing for ``target_timeout_s`` while it is waited for is lost."""
+        timeout_s = self._wiring.config.target_timeout
+        while True:
+            await asyncio.sleep(timeout_s / _LOOKS_PER_TIMEOUT)
+            for target, waited_s in self._wiring.waiting_s().items():
+                if waited_s > timeout_s and target not in self.lost:
+                    limit = f"it took no byte for {waited_s:.3g} s (target_timeout_s is {timeout_s:g})"
+                    self._noticed(target, PushTimeout(limit))
+
+    def _done(self, outcome: PushOutcome | None) -> bytes:
+        wiring = self._wiring
+        done = Done(
+            digests=wiring.digests(),
+            peak_tmp_bytes=outcome.peak_tmp_bytes if outcome else 0,
+            landing_bytes=wiring.landing_bytes,
+            bytes=wiring.sent_bytes,
+            source_free_s=self._free_s,
+            busy_s=dict(outcome.busy_s) if outcome else {},  # type: ignore[arg-type]  # names of stages are strings
+            tasks=dict(_count(outcome)),
+            spans=self._spans(outcome),
+            started_at=self._wall,
+        )
+        return msgspec.msgpack.encode(done)
+
+    def _spans(self, outcome: PushOutcome | None) -> list[Span]:
+        if outcome is None or not self._wiring.config.trace:
+            return []
+        return [Span(s.stage, s.index, s.start - self._began, s.end - self._began) for s in outcome.spans]
+
+
+def _count(outcome: PushOutcome | None) -> Mapping[str, int]:
+    counts = Counter(span.stage for span in outcome.spans) if outcome else Counter()
+    return {stage: counts[stage] for stage in STAGES}  # type: ignore[index]

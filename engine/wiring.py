@@ -1,0 +1,291 @@
+"""One rank's plan, wired up: its program, its stages, its links. Lives as long as the plan does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from syncline.scheduler.driver import Driver, Limits, TaskSpec
+from syncline.scheduler.events import StageName
+from syncline.scheduler.layout import Manifest
+from syncline.scheduler.plan import Plan
+from syncline.scheduler.programs import ReceiverId, SourceProgram, SourceTask
+from syncline.stages.barrier import GroupBarrier
+from syncline.stages.buffers import BufferPool
+from syncline.stages.communicator import Communicator, Rendezvous
+from syncline.stages.completions import TaskScope
+from syncline.stages.h2d import H2DStage
+from syncline.stages.prepare import PrepareStage
+from syncline.stages.recipes import Recipe, build_recipes
+from syncline.stages.send import SendStage
+from syncline.stages.task_memory import TaskMemory, private_capacity
+from syncline.stages.transports.base import Sender
+from syncline.stages.transports.gloo import GlooSender
+from syncline.stages.transports.shm import ShmSender
+from syncline.stages.workers import Workers
+
+from .config import TransferConfig
+from .errors import PlanError, SynclineError, TransportError
+from .source import Source
+from .steps import CONTENT
+
+_SETTLE_S = 5.0
+"""How long abandoned work may take to end before the next push gives up on it."""
+
+
+class Wiring:
+    """Everything that one rank needs to run pushes of one plan. Made by `make`, on the engine's loop."""
+
+    def __init__(
+        self, source: Source, plan: Plan, sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]],
+        config: TransferConfig, recipes: Mapping[int, Recipe], pool: BufferPool,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.config = config
+        self.push_id = ""
+        self.kinds = transport_kinds(sources, targets, config)
+        self.program: SourceProgram = plan.source_program(source.rank)
+        self.receivers = [
+            [ReceiverId(target, rank) for rank in range(len(manifests))] for target, manifests in enumerate(targets)
+        ]
+        self._rank, self._world_size = source.rank, source.world_size
+        self._tasks: dict[int, SourceTask] = {task.index: task for task in self.program.tasks}
+        self._specs: dict[frozenset[int], tuple[TaskSpec, ...]] = {}
+        self._scope = TaskScope()
+        self._workers = Workers(config.workers)
+        self._rendezvous: Rendezvous | None = None
+        self._communicator: Communicator | None = None
+        self._on_lost: Callable[[int, SynclineError], None] = lambda _target, _error: None
+        self._dropped: set[int] = set()
+        self._senders = self._make_senders()
+        routes = {r: self._senders[self.kinds[t]] for t, ranks in enumerate(self.receivers) for r in ranks}
+        self._memory = TaskMemory(pool, routes)
+        self._h2d = H2DStage(recipes=recipes, memory=self._memory, workers=self._workers, scope=self._scope)
+        self._prepare = PrepareStage(
+            recipes=recipes, memory=self._memory, workers=self._workers, scope=self._scope, communicator=None,
+            verify=config.verify,
+        )  # fmt: skip
+        self._send = SendStage(
+            tasks=self._tasks, memory=self._memory, routes=routes, on_receiver_error=self._receiver_lost
+        )
+        self._barrier = GroupBarrier(None)
+        self.driver = Driver(
+            stages={"h2d": self._h2d, "prepare": self._prepare, "send": self._send},
+            barrier=self._barrier,
+            limits=Limits(
+                max_tmp_bytes=config.watermark,
+                h2d=config.h2d_concurrency,
+                prepare=config.prepare_concurrency,
+                send=config.send_concurrency,
+            ),
+            release=self._memory.release,
+            drop_target=lambda target, _at_task: self.drop_targets([target]),
+            poll_interval_s=config.poll_interval_s,
+        )
+
+    @classmethod
+    async def make(
+        cls, source: Source, plan: Plan, sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]],
+        config: TransferConfig,
+    ) -> Wiring:  # fmt: skip
+        """Resolve the plan against the source's memory and set temporary memory aside (off the loop: it is touched here)."""
+        buffers = list(source.buffers())
+        kinds = transport_kinds(sources, targets, config)
+        in_place = [ReceiverId(t, r) for t, ranks in enumerate(targets) for r in range(len(ranks)) if kinds[t] == "shm"]
+
+        def prepare() -> tuple[Mapping[int, Recipe], BufferPool]:
+            recipes = build_recipes(plan.source_program(source.rank), buffers, _file_buffers(sources[source.rank]))
+            needs = [(recipe.task, recipe.layout) for recipe in recipes.values()]
+            return recipes, BufferPool.private(private_capacity(needs, config.watermark, in_place=in_place))
+
+        recipes, pool = await asyncio.to_thread(prepare)
+        return cls(source, plan, sources, targets, config, recipes, pool)
+
+    def _make_senders(self) -> dict[str, Sender]:
+        kinds = set(self.kinds.values())
+        senders: dict[str, Sender] = {}
+        if "shm" in kinds:
+            senders["shm"] = ShmSender(
+                program=self.program, landing=self.config.landing, ring_nbytes=self.config.watermark, workers=self._workers,
+                on_lost=self._receiver_lost,
+            )  # fmt: skip
+        if "gloo" in kinds:
+            senders["gloo"] = GlooSender(
+                landing=self.config.landing, bind_host=self.config.bind_host, on_lost=self._receiver_lost,
+                rendezvous_timeout_s=self.config.connect_timeout_s,
+            )  # fmt: skip
+        return senders
+
+    # ------------------------------------------------------------------------------------------------------- linking
+
+    async def regroup(self, name: str, endpoint: str, rendezvous: Rendezvous | None, *, timeout_s: float) -> None:
+        """Make the communicator among the source ranks (anew). Collective over them."""
+        old, self._communicator = self._communicator, None
+        if old is not None:
+            await old.close()
+        if self._world_size > 1:
+            if rendezvous is None:
+                rendezvous = self._rendezvous or await asyncio.to_thread(Rendezvous.join, endpoint, timeout_s=timeout_s)
+            self._rendezvous = rendezvous
+            self._communicator = await Communicator.create(
+                rendezvous, name=name, rank=self._rank, size=self._world_size, bind_host=self.config.bind_host,
+                timeout_s=timeout_s,
+            )  # fmt: skip
+        self._prepare.communicator = self._barrier.communicator = self._communicator
+
+    async def offer(self, link: Iterable[int]) -> dict[str, bytes]:
+        """Descriptors for targets that are to link up: target (as text) -> descriptor of its transport."""
+        offers: dict[str, bytes] = {}
+        for kind, targets in self._by_kind(link).items():
+            receivers = [receiver for target in targets for receiver in self.receivers[target]]
+            offers.update({str(t): d for t, d in (await self._senders[kind].offer(receivers)).items()})
+        return offers
+
+    async def link(self, link: Iterable[int], *, timeout_s: float) -> dict[str, tuple[str, str]]:
+        """Wait until offered targets have linked up; which failed, and why."""
+        failed: dict[str, tuple[str, str]] = {}
+        for kind, targets in self._by_kind(link).items():
+            receivers = [receiver for target in targets for receiver in self.receivers[target]]
+            errors = await self._senders[kind].link(receivers, timeout_s=timeout_s)
+            failed.update({str(receiver.target): _wire(error) for receiver, error in errors.items()})
+            self._dropped -= set(targets)
+        return failed
+
+    def _by_kind(self, targets: Iterable[int]) -> dict[str, list[int]]:
+        groups: defaultdict[str, list[int]] = defaultdict(list)
+        for target in targets:
+            groups[self.kinds[target]].append(target)
+        return groups
+
+    # -------------------------------------------------------------------------------------------------------- a push
+
+    async def begin(
+        self, attempt: int, live: Collection[int], *, timeout_s: float, on_lost: Callable[[int, SynclineError], None]
+    ) -> None:
+        """A push to the targets ``live`` begins."""
+        self._on_lost = on_lost
+        receivers = [receiver for target in live for receiver in self.receivers[target]]
+        self._h2d.begin(attempt)
+        self._prepare.begin(attempt)
+        self._send.begin(attempt, receivers)
+        if self._communicator is not None:
+            self._communicator.set_deadline(timeout_s)
+        for sender in self._senders.values():
+            for receiver, error in (await sender.begin(self.push_id, timeout_s=timeout_s)).items():
+                self._receiver_lost(receiver, error)
+
+    async def end(self, ok: bool) -> None:
+        """The push is over."""
+        self._on_lost = lambda _target, _error: None
+        self._send.end()
+        for sender in self._senders.values():
+            await sender.end(ok)
+
+    def specs(self, live: frozenset[int]) -> tuple[TaskSpec, ...]:
+        """This rank's tasks for the driver, when ``live`` are the targets that get anything."""
+        if live not in self._specs:
+            self._specs = {live: tuple(self._spec(task, live) for task in self.program.tasks)}
+        return self._specs[live]
+
+    def _spec(self, task: SourceTask, live: frozenset[int]) -> TaskSpec:
+        targets = frozenset(receiver.target for receiver in task.receivers) & live
+        stages: list[StageName] = ["h2d"] if task.file_bytes else []
+        stages += ["prepare", *(["send"] if targets else [])]  # type: ignore[list-item]
+        return TaskSpec(
+            index=task.index, group=task.group, tmp_bytes=task.tmp_bytes, stages=tuple(stages), targets=targets
+        )
+
+    def drop_targets(self, targets: Iterable[int]) -> None:
+        """Send nothing more to ``targets``; their links close."""
+        for target in targets:
+            if target not in self._dropped:
+                self._dropped.add(target)
+                self._send.drop(self.receivers[target])
+
+    def waiting_s(self) -> dict[int, float]:
+        """Targets that a send waits for -> seconds since that target last took anything."""
+        waited: dict[int, float] = {}
+        for receiver, since in self._send.waiting_since().items():
+            waited[receiver.target] = max(waited.get(receiver.target, 0.0), time.monotonic() - since)
+        return waited
+
+    def digests(self) -> dict[str, str]:
+        """This rank's part of every receiver's content digest, and of the content's own (`CONTENT`)."""
+        if not self.config.verify:
+            return {}
+        parts = {f"{r.target}:{r.rank}": f"{digest:032x}" for r, digest in self._prepare.digests().items()}
+        return {**parts, CONTENT: f"{self._prepare.content_digest():032x}"}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent in this push, over all receivers."""
+        return self._send.sent_bytes
+
+    @property
+    def landing_bytes(self) -> int:
+        """Landing memory that this rank holds for its targets."""
+        return sum(sender.landing_bytes for sender in self._senders.values())
+
+    def _receiver_lost(self, receiver: ReceiverId, error: TransportError) -> None:
+        self._on_lost(receiver.target, error)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def abort(self) -> None:
+        """A push failed: cut what is under way, so that abandoned work ends soon."""
+        if self._communicator is not None:
+            self._communicator.abort()
+        self.drop_targets(range(len(self.receivers)))
+
+    async def settle(self) -> int:
+        """Wait a bounded time for work that an earlier push left in flight; how much of it has not ended."""
+        until = time.monotonic() + _SETTLE_S
+        while self.driver.abandoned and time.monotonic() < until:
+            await asyncio.sleep(self.config.poll_interval_s)
+        return self.driver.abandoned
+
+    async def close(self) -> None:
+        """Close everything in bounded time. Memory that work still uses is kept alive by that work."""
+        self.abort()
+        await self.driver.close(_SETTLE_S)
+        for sender in self._senders.values():
+            await sender.close()
+        if self._communicator is not None:
+            await self._communicator.close()
+        await self._scope.join(_SETTLE_S)
+        self._memory.pool.close()
+        with contextlib.suppress(RuntimeError):
+            await asyncio.to_thread(self._workers.close)
+
+
+def transport_kinds(
+    sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]], config: TransferConfig
+) -> dict[int, str]:
+    """Which transport serves each target. ``auto``: shared memory where all of its ranks and all sources share a host.
+
+    Raises `PlanError` where the chosen transport cannot serve a target.
+    """
+    hosts = {manifest.host for manifest in sources}
+    kinds: dict[int, str] = {}
+    problems: list[str] = []
+    for index, ranks in enumerate(targets):
+        together = len(hosts | {manifest.host for manifest in ranks}) == 1
+        kinds[index] = ("shm" if together else "gloo") if config.transport == "auto" else config.transport
+        if kinds[index] == "shm" and not together:
+            problems.append(f"target {index}: transport 'shm' needs source and target on one host; choose 'auto' or 'gloo'")
+        elif kinds[index] == "gloo" and config.landing == "mapped":
+            problems.append(f"target {index}: landing 'mapped' needs source and target on one host; choose 'staged' or 'streamed'")
+    if problems:
+        raise PlanError(problems)
+    return kinds
+
+
+def _file_buffers(manifest: Manifest) -> frozenset[int]:
+    return frozenset(index for index, buffer in enumerate(manifest.buffers) if buffer.kind == "file")
+
+
+def _wire(error: SynclineError) -> tuple[str, str]:
+    return type(error).__name__, str(error)

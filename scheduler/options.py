@@ -1,0 +1,62 @@
+"""What a plan may be told: sizes, route and landing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Route = Literal["gather", "direct"]
+LandingMode = Literal["staged", "streamed", "mapped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `syncline.scheduler.plan.build_plan`. Part of the plan's digest.
+
+    Attributes:
+        bucket_bytes: a bucket is closed when the next tensor would take it beyond this; a larger tensor is split at leaf
+            boundaries.
+        max_tmp_bytes: watermark: no task may need more temporary bytes on any rank.
+        route: ``gather`` has one rank assemble each part of a tensor; ``direct`` cuts what targets need at the source's
+            shard boundaries, so that each shard is sent by a rank that holds it and nothing is gathered. Targets that need
+            whole tensors, and ``mapped`` landing, are always served by ``gather``.
+        leaf_bytes: size of digest leaves, and with it the smallest part.
+        landing: ``mapped`` keeps all parts of a tensor with one owner, in one run of its landing space.
+        shared_landing: buckets are assembled in landing memory, which is accounted apart: they cost no temporary bytes.
+            Always so with ``mapped``.
+        min_tasks_in_flight: parts and buckets are kept so small that this many tasks fit the watermark at once, where the
+            leaf size allows.
+        verify: whether receivers compute digests.
+        scope: names of the tensors that a push covers; None covers everything.
+    """
+
+    bucket_bytes: int
+    max_tmp_bytes: int
+    route: Route = "gather"
+    leaf_bytes: int = 262144
+    landing: LandingMode = "staged"
+    shared_landing: bool = False
+    min_tasks_in_flight: int = 2
+    verify: bool = True
+    scope: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_bytes", "max_tmp_bytes", "leaf_bytes", "min_tasks_in_flight"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def in_landing(self) -> bool:
+        """Whether buckets are assembled in landing memory."""
+        return self.shared_landing or self.landing == "mapped"
+
+    @property
+    def digest_kind(self) -> str:
+        """How receivers digest what they get."""
+        return f"xxh3_128:{self.leaf_bytes}" if self.verify else "none"
+
+    def key(self) -> tuple[object, ...]:
+        """All options as plain data, equal for equal options."""
+        scope = None if self.scope is None else sorted(self.scope)
+        sizes = (self.bucket_bytes, self.max_tmp_bytes, self.leaf_bytes, self.min_tasks_in_flight)
+        return (*sizes, self.route, self.landing, self.shared_landing, self.verify, scope)

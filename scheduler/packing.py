@@ -1,0 +1,149 @@
+"""Buckets and their order: which units share a bucket, when it is sent, and where it lies in landing space."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .columns import Ints, ints
+from .options import PlanOptions
+from .patterns import Patterns
+from .programs import ALIGN
+
+
+class Placed(NamedTuple):
+    """Units of tensors, in the source's order of tensors; parallel columns."""
+
+    tensor: Ints
+    unit: Ints
+    owner: Ints
+    group: Ints
+    chain: Ints
+    """The same for all parts of one item of one tensor; -1 for units that are whole items."""
+
+
+class Tasks(NamedTuple):
+    """Tasks in plan order. Task ``i`` has the segments ``first[i]:first[i + 1]`` of `Segments`."""
+
+    group: Ints
+    owner: Ints
+    audience: Ints
+    nbytes: Ints
+    first: Ints
+    chain: Ints
+    shared_offset: Ints
+
+
+class Segments(NamedTuple):
+    """Segments in plan order: what lies where in which bucket."""
+
+    task: Ints
+    tensor: Ints
+    unit: Ints
+    offset: Ints
+
+
+def pack(placed: Placed, patterns: Patterns, options: PlanOptions, world: int) -> tuple[Tasks, Segments, Ints]:
+    """Fill buckets and order them.
+
+    A bucket holds units of one mesh group, owner and audience. Groups follow each other; within a group the owners take
+    turns, so that all of them send from the start. An owner's buckets follow the source's order of tensors.
+
+    Returns:
+        Tasks, segments, and the bytes of each owner's landing space.
+    """
+    audience = patterns.items.audience[patterns.units.item[placed.unit]]
+    order = np.lexsort((np.arange(len(audience)), audience, placed.owner, placed.group))
+    run = np.stack([placed.group[order], placed.owner[order], audience[order]], axis=1)
+    fresh = np.concatenate([[True], (run[1:] != run[:-1]).any(axis=1)])[: len(order)]
+    bucket, offset = _fill(placed, order, fresh, patterns, options)
+    opener = np.flatnonzero(np.diff(bucket, prepend=-1))  # first segment of each bucket
+    plan_order = _take_turns(placed.group[order[opener]], placed.owner[order[opener]], order[opener])
+    turn = np.empty_like(plan_order)
+    turn[plan_order] = np.arange(len(plan_order))
+    by_turn = np.argsort(turn[bucket], kind="stable")
+    task, place = turn[bucket][by_turn], order[by_turn]
+    segments = Segments(task, placed.tensor[place], placed.unit[place], offset[by_turn])
+    first = np.searchsorted(task, np.arange(len(opener) + 1))
+    head, last = place[first[:-1]], first[1:] - 1
+    nbytes = segments.offset[last] + patterns.units.nbytes[segments.unit[last]]
+    chain, owner = placed.chain[head], placed.owner[head]
+    shared, totals = _shared_landing(nbytes, chain, owner, world)
+    return Tasks(placed.group[head], owner, audience[head], nbytes, first, chain, shared), segments, totals
+
+
+def _fill(placed: Placed, order: Ints, fresh: Ints, patterns: Patterns, options: PlanOptions) -> tuple[Ints, Ints]:
+    """Bucket and offset of every unit in ``order``. Parts of a split item have a bucket each, so that they can lie
+    without a gap in landing space."""
+    units = patterns.units
+    unit = placed.unit[order]
+    room = options.max_tmp_bytes // options.min_tasks_in_flight
+    weight = 0 if options.in_landing else 1
+    bucket, offset = [0] * len(order), [0] * len(order)
+    number, end, staged, closed = -1, 0, 0, True
+    rows = zip(units.nbytes[unit].tolist(), units.staging[unit].tolist(), (units.parts[unit] > 1).tolist(), strict=True)
+    for i, ((nbytes, staging, part), new) in enumerate(zip(rows, fresh.tolist(), strict=True)):
+        start = -(-end // ALIGN) * ALIGN
+        full = start + nbytes > options.bucket_bytes or weight * (start + nbytes) + staged + staging > room
+        if new or part or closed or full:
+            number, start, staged = number + 1, 0, 0
+        bucket[i], offset[i] = number, start
+        end, staged, closed = start + nbytes, staged + staging, part
+    return ints(bucket), ints(offset)
+
+
+def _take_turns(group: Ints, owner: Ints, opener: Ints) -> Ints:
+    """Plan order of buckets: by group, then each owner's first bucket, each owner's second, and so on."""
+    order = np.lexsort((opener, owner, group))
+    same = np.ones(len(order), bool)
+    same[:1] = False
+    same[1:] = (owner[order[1:]] == owner[order[:-1]]) & (group[order[1:]] == group[order[:-1]])
+    starts = np.flatnonzero(~same)
+    turn = np.empty_like(order)
+    turn[order] = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
+    return np.lexsort((owner, turn, group))
+
+
+def _shared_landing(nbytes: Ints, chain: Ints, owner: Ints, world: int) -> tuple[Ints, Ints]:
+    offsets, totals = np.zeros_like(nbytes), np.zeros(world, np.int64)
+    by_owner = np.argsort(owner, kind="stable")
+    for rank, rows in enumerate(np.split(by_owner, np.searchsorted(owner[by_owner], np.arange(1, world)))):
+        if len(rows):
+            part_at, whole = _runs(nbytes[rows], chain[rows])
+            offsets[rows], totals[rank] = lay_out(chain[rows], part_at, whole)
+    return offsets, totals
+
+
+def _runs(nbytes: Ints, chain: Ints) -> tuple[Ints, Ints]:
+    """For each bucket its place in its chain, and the bytes of the whole chain."""
+    order = np.argsort(chain, kind="stable")
+    ends = np.cumsum(nbytes[order])
+    alone = chain[order] < 0
+    head = np.flatnonzero(alone | np.concatenate([[True], np.diff(chain[order]) != 0])[: len(order)])
+    sizes = np.diff([*head, len(order)])
+    begins = np.repeat(ends[head] - nbytes[order[head]], sizes)
+    part_at, whole = np.empty_like(nbytes), np.empty_like(nbytes)
+    part_at[order] = ends - nbytes[order] - begins
+    whole[order] = np.repeat(np.add.reduceat(nbytes[order], head), sizes)
+    return part_at, whole
+
+
+def lay_out(chain: Ints, part_at: Ints, whole: Ints) -> tuple[Ints, int]:
+    """Places in landing space, bucket after bucket; the parts of a split item where the first of them begins.
+
+    Args:
+        chain: the same number for buckets that are parts of one item, -1 for others.
+        part_at: bytes from the beginning of the chain.
+        whole: bytes of the whole chain; of the bucket where there is none.
+
+    Returns:
+        Offset of each bucket, and bytes of the whole space.
+    """
+    count = len(chain)
+    _, first, inverse = np.unique(np.where(chain < 0, -1 - np.arange(count), chain), return_index=True, return_inverse=True)
+    opening = np.zeros(count, bool)
+    opening[first] = True
+    reserved = np.where(opening, -(-whole // ALIGN) * ALIGN, 0)
+    begin = np.cumsum(reserved) - reserved
+    return begin[first[inverse.reshape(-1)]] + part_at, int(reserved.sum())

@@ -1,0 +1,126 @@
+"""All pieces of one side in one table, sorted by canonical tensor: what the box algebra works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .columns import Ints, ints
+from .dtypes import ITEMSIZE
+from .sides import Holder
+
+DTYPES: tuple[str, ...] = tuple(ITEMSIZE)
+"""Element types in the order of the codes that planning uses."""
+SIZES: tuple[int, ...] = tuple(ITEMSIZE.values())
+
+_LAYOUT, _DTYPE, _FILE, _BOX = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Pieces with elements, of tensors that are planned: by tensor, then distinct layout, then place in the layout.
+
+    Attributes:
+        first: rows ``first[t]:first[t + 1]`` are of canonical tensor ``t``.
+        tensor, piece: canonical tensor, and index into the layout's pieces.
+        facts: (rows, 3 + 3 * depth): layout, dtype code, whether in a mapped file, start, shape and strides of each row:
+            everything that tells what can be done with a piece, and nothing that tells where in memory it is.
+    """
+
+    first: Ints
+    tensor: Ints
+    piece: Ints
+    facts: Ints
+    depth: int
+
+    @property
+    def layout(self) -> Ints:
+        return self.facts[:, _LAYOUT]
+
+    @property
+    def dtype(self) -> Ints:
+        return self.facts[:, _DTYPE]
+
+    def key(self, tensor: int) -> bytes:
+        """Equal for tensors of which all the same facts hold."""
+        return self.facts[self.first[tensor] : self.first[tensor + 1]].tobytes()
+
+    def of(self, tensor: int) -> Held:
+        """The rows of one tensor."""
+        facts, d = self.facts[self.first[tensor] : self.first[tensor + 1]], self.depth
+        low = facts[:, _BOX : _BOX + d]
+        return Held(
+            layout=facts[:, _LAYOUT],
+            dtype=facts[:, _DTYPE],
+            file=facts[:, _FILE].astype(bool),
+            lo=low,
+            hi=low + facts[:, _BOX + d : _BOX + 2 * d],
+            strides=facts[:, _BOX + 2 * d :],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Pieces of one tensor; parallel columns. ``lo`` and ``hi`` are boxes of the tensor, ``strides`` count elements."""
+
+    layout: Ints
+    dtype: Ints
+    file: npt.NDArray[np.bool_]
+    lo: Ints
+    hi: Ints
+    strides: Ints
+
+
+def tabulate(holders: Sequence[Holder], indexes: Sequence[Ints], count: int, depth: int) -> Rows:
+    """One table of the pieces of all distinct layouts of a side.
+
+    Args:
+        indexes: for each layout, the canonical tensor of each of its tensors, or -1 to leave its pieces out.
+        count: number of canonical tensors.
+        depth: axes of the table; the largest number of dimensions of a planned tensor at least.
+    """
+    picked = [_picked(holder, index) for holder, index in zip(holders, indexes, strict=True)]
+    tensor = _chain([index[h.layout.pieces.tensor[rows]] for h, index, rows in zip(holders, indexes, picked, strict=True)])
+    order = np.argsort(tensor, kind="stable")
+    facts = np.empty((len(order), _BOX + 3 * depth), np.int64)
+    parts = list(zip(holders, picked, strict=True))
+    facts[:, _LAYOUT] = _chain([np.full(len(rows), i) for i, rows in enumerate(picked)])[order]
+    facts[:, _DTYPE] = _chain([_codes(h)[h.layout.pieces.dtype[rows]] for h, rows in parts])[order]
+    facts[:, _FILE] = _chain([_in_file(h, rows) for h, rows in parts])[order]
+    at = _BOX
+    for name, pad in (("start", 0), ("shape", 1), ("strides", 0)):
+        for axis in range(depth):
+            columns = [_axis(getattr(h.layout.pieces, name), axis, pad)[rows] for h, rows in parts]
+            facts[:, at] = _chain(columns)[order]
+            at += 1
+    tensor = tensor[order]
+    first = np.searchsorted(tensor, np.arange(count + 1))
+    return Rows(first=first, tensor=tensor, piece=_chain(picked)[order], facts=facts, depth=depth)
+
+
+def _picked(holder: Holder, index: Ints) -> Ints:
+    pieces = holder.layout.pieces
+    if not len(pieces):
+        return ints([])
+    return np.flatnonzero((index[pieces.tensor] >= 0) & (pieces.shape > 0).all(axis=1))
+
+
+def _codes(holder: Holder) -> Ints:
+    return ints([DTYPES.index(d) if d in ITEMSIZE else -1 for d in holder.layout.pieces.dtypes])
+
+
+def _in_file(holder: Holder, rows: Ints) -> Ints:
+    buffers = holder.layout.buffers
+    kinds = ints([int(kind == "file") for kind in buffers.kinds])
+    return kinds[buffers.kind[holder.layout.pieces.buffer[rows]]] if len(rows) else ints([])
+
+
+def _axis(column: Ints, axis: int, pad: int) -> Ints:
+    return column[:, axis] if axis < column.shape[1] else np.full(len(column), pad)
+
+
+def _chain(columns: Sequence[Ints]) -> Ints:
+    return np.concatenate(columns) if columns else ints([])

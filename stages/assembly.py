@@ -1,0 +1,230 @@
+"""How a bucket is put together on its owner, and taken apart where it lands, with its digest computed on the way.
+
+Contents that are contiguous on both sides are copied leaf by leaf and each leaf is hashed while it is still in the
+processor's cache, which costs about half of hashing it from memory. What gets hashed is always the copy, never the
+original. Both classes are built once from the plan; their methods run on worker threads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from syncline.scheduler.dtypes import ITEMSIZE
+from syncline.scheduler.layout import Index
+from syncline.scheduler.programs import Copy, Landing, Message, Region, Segment, SourceTask, TargetTask
+
+from .copies import WIRE, CopyPlan, address_of, is_contiguous, move_bytes, resolve
+from .digest import add_digests, bytes_of, digest_bytes, digest_view, hash_leaf, leaf_bounds
+from .errors import TransportError
+
+
+def row_major(shape: Index) -> Index:
+    """Strides of a row-major tensor without gaps, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def segment_region(segment: Segment) -> Region:
+    """A whole segment as a region of its bucket."""
+    shape = segment.box.shape
+    return Region(WIRE, segment.offset // ITEMSIZE[segment.dtype], shape, row_major(shape), segment.dtype)
+
+
+class _Fill(NamedTuple):
+    """One copy that makes up a whole segment, contiguous on both sides. ``src`` is flat; casting if dtypes differ."""
+
+    segment: Segment
+    src: torch.Tensor
+    cast: bool
+
+
+class Assembly:
+    """The bucket of one task on its owner.
+
+    Args:
+        task: a task that this rank owns.
+        local: its copies out of the rank's own tensors (without those that read mapped files).
+        staged: copies whose source lies in the task's file staging instead (wire memory on both sides).
+        buffers: the rank's own tensors.
+    """
+
+    def __init__(
+        self, task: SourceTask, local: Sequence[Copy], staged: Sequence[Copy], buffers: Sequence[torch.Tensor]
+    ) -> None:
+        waits = _touched(task.segments, [copy for message in task.receives for copy in message.copies])
+        starts = {s.offset: s for i, s in enumerate(task.segments) if i not in waits and s.nbytes}
+        self._fills: list[_Fill] = []
+        rest: list[Copy] = []
+        for copy in local:
+            segment = starts.get(copy.dst.offset * ITEMSIZE[copy.dst.dtype])
+            fill = _find_fill(segment, copy, buffers) if segment is not None else None
+            if fill is None:
+                rest.append(copy)
+            else:
+                self._fills.append(fill)
+        filled = {fill.segment.offset for fill in self._fills}
+        self._local = CopyPlan(rest, buffers)
+        self._staged = CopyPlan(staged, buffers)
+        self._unpack = [None if message.direct else CopyPlan(message.copies, buffers) for message in task.receives]
+        self._early = [s for i, s in enumerate(task.segments) if i not in waits and s.offset not in filled]
+        self._late = [s for i, s in enumerate(task.segments) if i in waits]
+
+    @property
+    def has_late_segments(self) -> bool:
+        """Some segments are complete only when all messages have been unpacked."""
+        return bool(self._late)
+
+    def fill(self, bucket: torch.Tensor, files: torch.Tensor | None, *, verify: bool) -> int:
+        """Copy everything local into ``bucket``; the digest of all segments that are complete by that (0 if not ``verify``)."""
+        parts = [_run_fill(fill, bucket, verify=verify) for fill in self._fills]
+        self._local.run(dst=bucket)
+        self._staged.run(src=files, dst=bucket)
+        return add_digests(parts) + (_digest(bucket, self._early) if verify else 0)
+
+    def unpack(self, number: int, message: torch.Tensor, bucket: torch.Tensor) -> None:
+        """Unpack received message ``number`` (not a direct one) into ``bucket``."""
+        plan = self._unpack[number]
+        if plan is not None:
+            plan.run(src=message, dst=bucket)
+
+    def digest_late(self, bucket: torch.Tensor) -> int:
+        """The digest of the segments that messages have completed."""
+        return _digest(bucket, self._late)
+
+
+def _digest(bucket: torch.Tensor, segments: Sequence[Segment]) -> int:
+    if not segments:
+        return 0
+    content = bytes_of(bucket)
+    return add_digests(digest_bytes(content[s.offset : s.offset + s.nbytes], s.leaves) for s in segments)
+
+
+def direct_range(message: Message, *, sends: bool) -> tuple[int, int]:
+    """Where in wire memory a direct message's bytes lie: start and length."""
+    (copy,) = message.copies
+    region = copy.src if sends else copy.dst
+    return region.offset * ITEMSIZE[region.dtype], message.nbytes
+
+
+def _touched(segments: Sequence[Segment], copies: Sequence[Copy]) -> set[int]:
+    """Indexes of the segments that ``copies`` write to."""
+    starts = [segment.offset for segment in segments]
+    return {bisect_right(starts, copy.dst.offset * ITEMSIZE[copy.dst.dtype]) - 1 for copy in copies}
+
+
+def _find_fill(segment: Segment, copy: Copy, buffers: Sequence[torch.Tensor]) -> _Fill | None:
+    """``copy`` as the one that makes up ``segment``, if it does and is contiguous on both sides."""
+    if copy.dst.shape != segment.box.shape or not is_contiguous(copy.dst.shape, copy.dst.strides):
+        return None
+    if not is_contiguous(copy.src.shape, copy.src.strides):
+        return None
+    cast = copy.src.dtype != copy.dst.dtype
+    src = resolve(copy.src, buffers, raw=not cast).local
+    return None if src is None else _Fill(segment, src.reshape(-1), cast)
+
+
+def _run_fill(fill: _Fill, bucket: torch.Tensor, *, verify: bool) -> int:
+    segment = fill.segment
+    part = bucket[segment.offset : segment.offset + segment.nbytes]
+    if fill.cast:
+        return _cast_fill(fill, part, verify=verify)
+    src_at, dst_at = fill.src.data_ptr(), address_of(part, segment.nbytes)
+    if not verify:
+        move_bytes(dst_at, src_at, segment.nbytes)
+        return 0
+    return move_and_digest(bytes_of(part), dst_at, src_at, segment)
+
+
+def _cast_fill(fill: _Fill, part: torch.Tensor, *, verify: bool) -> int:
+    dst = part.view(getattr(torch, fill.segment.dtype))
+    if not verify:
+        dst.copy_(fill.src)
+        return 0
+    content, item = bytes_of(part), dst.element_size()
+    total = 0
+    for start, stop, seed in leaf_bounds(fill.segment.leaves):
+        dst[start // item : stop // item].copy_(fill.src[start // item : stop // item])
+        total += hash_leaf(content[start:stop], seed)
+    return total
+
+
+def move_and_digest(content: memoryview, dst_at: int, src_at: int, segment: Segment) -> int:
+    """Move a segment's contiguous bytes to ``dst_at``, hashing each leaf of the copy, whose bytes ``content`` shows."""
+    total = 0
+    for start, stop, seed in leaf_bounds(segment.leaves):
+        move_bytes(dst_at + start, src_at + start, stop - start)
+        total += hash_leaf(content[start:stop], seed)
+    return total
+
+
+class _Dest(NamedTuple):
+    """A place where a segment lands. ``content``: its bytes, if contiguous."""
+
+    segment: Segment
+    view: torch.Tensor
+    address: int
+    content: memoryview | None
+
+
+class LandingCopies:
+    """The copies of one task on a receiver: from its bucket into the receiver's own tensors.
+
+    Args:
+        task: a task of the receiver's program.
+        buffers: the receiver's own tensors, in the order of its manifest's buffers.
+
+    Raises:
+        PlanError: the buffers are not those that were planned for.
+    """
+
+    def __init__(self, task: TargetTask, buffers: Sequence[torch.Tensor]) -> None:
+        self._landings = [[_dest(landing, region, buffers) for region in landing.dests] for landing in task.landings]
+        copies = [Copy(segment_region(lg.segment), region) for lg in task.landings for region in lg.dests]
+        self._plan = CopyPlan(copies, buffers)
+        self._nbytes = max((lg.segment.offset + lg.segment.nbytes for lg in task.landings), default=0)
+
+    def run(self, bucket: torch.Tensor) -> None:
+        """Copy every segment of ``bucket`` to all its places."""
+        self._plan.run(src=bucket)
+
+    def run_and_digest(self, bucket: torch.Tensor) -> int:
+        """The same, and the digest of what has landed, computed from where it landed.
+
+        Raises `TransportError` if a segment that lands in several places is not the same in all of them.
+        """
+        base = address_of(bucket, self._nbytes)
+        return add_digests(self._land(dests, bucket, base) for dests in self._landings)
+
+    @staticmethod
+    def _land(dests: list[_Dest], bucket: torch.Tensor, base: int) -> int:
+        digests = {_land_at(dest, bucket, base) for dest in dests}
+        if len(digests) > 1:
+            raise TransportError(f"{dests[0].segment.name} landed differently in the {len(dests)} places that hold it")
+        return digests.pop() if digests else 0
+
+
+def _dest(landing: Landing, region: Region, buffers: Sequence[torch.Tensor]) -> _Dest:
+    side = resolve(region, buffers, raw=True)
+    if side.local is None:
+        raise ValueError("a landing place is in the receiver's own tensors, not in wire memory")
+    content = bytes_of(side.local) if side.contiguous and side.local.numel() else None
+    return _Dest(landing.segment, side.local, side.base, content)
+
+
+def _land_at(dest: _Dest, bucket: torch.Tensor, base: int) -> int:
+    segment = dest.segment
+    if segment.nbytes == 0:
+        return 0
+    if dest.content is not None:
+        return move_and_digest(dest.content, dest.address, base + segment.offset, segment)
+    source = bucket[segment.offset : segment.offset + segment.nbytes].view(dest.view.dtype)
+    dest.view.copy_(source.view(dest.view.shape))
+    return digest_view(dest.view, segment.leaves)

@@ -1,0 +1,162 @@
+"""Stage ``prepare`` on the CPU: the pieces that the owner lacks come by point-to-point messages, the bucket is assembled,
+cast and digested.
+
+A task's prepare is done when nothing reads source storage for it any more: on the owner when the bucket is complete, on a
+contributor when its messages have left. It is never given up half way: whatever was started is waited for, also after an
+error, because until then memory is in use.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Mapping
+
+import torch
+
+from syncline.scheduler.programs import ReceiverId, SourceTask
+
+from .assembly import Assembly, direct_range
+from .communicator import Communicator
+from .completions import Completion, Signal, TaskScope
+from .digest import add_digests
+from .errors import TransportError
+from .recipes import Packing, Recipe
+from .task_memory import Holding, TaskMemory
+from .workers import Workers
+
+
+class PrepareStage:
+    """Runs on every source rank, for the tasks that it owns or contributes to.
+
+    Args:
+        recipes: what this rank does, by task.
+        memory: where buckets and messages come from; released with the task.
+        workers: threads that copy, cast and digest.
+        scope: where work lives that outlasts a failed push.
+        verify: compute digests.
+
+    Attributes:
+        communicator: among the source ranks; None for a single one. Replaced by the engine after an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        recipes: Mapping[int, Recipe],
+        memory: TaskMemory,
+        workers: Workers,
+        scope: TaskScope,
+        communicator: Communicator | None,
+        verify: bool,
+    ) -> None:
+        self.communicator = communicator
+        self._recipes = recipes
+        self._memory = memory
+        self._workers = workers
+        self._scope = scope
+        self._verify = verify
+        self._push = -1
+        self._digests: dict[int, int] = {}
+
+    def begin(self, push: int) -> None:
+        """Tasks started from now on belong to ``push``; digests start from zero."""
+        self._push = push
+        self._digests = {}
+
+    def start(self, task: int) -> Completion:
+        recipe = self._recipes[task]
+        if recipe.assembly is not None:
+            return self._scope.start(self._assemble(recipe, recipe.assembly, self._push))
+        return self._scope.start(self._contribute(recipe, self._push))
+
+    def digests(self) -> dict[ReceiverId, int]:
+        """What this rank has assembled for each receiver in this push: its part of the receiver's content digest."""
+        sums: defaultdict[ReceiverId, list[int]] = defaultdict(list)
+        for index, digest in self._digests.items():
+            for receiver in self._recipes[index].task.receivers:
+                sums[receiver].append(digest)
+        return {receiver: add_digests(parts) for receiver, parts in sums.items()}
+
+    def content_digest(self) -> int:
+        """Everything that this rank has assembled in this push, whoever receives it."""
+        return add_digests(self._digests.values())
+
+    async def _assemble(self, recipe: Recipe, assembly: Assembly, push: int) -> None:
+        task = recipe.task
+        holding = await self._memory.claim_with_bucket((push, task.index), task, recipe.layout)
+        bucket = self._memory.bucket((push, task.index))
+        arrivals = self._post_receives(task, holding, bucket)
+        filled = self._workers.submit(assembly.fill, bucket, holding.files(), verify=self._verify)
+        failures = _Failures()
+        jobs: list[Awaitable[object]] = [filled]
+        for number, (memory, arrival) in enumerate(arrivals):
+            if await failures.ended(arrival) and not task.receives[number].direct:
+                jobs.append(self._workers.submit(assembly.unpack, number, memory, bucket))
+        for job in jobs:
+            await failures.ended(job)
+        failures.check()
+        late = self._verify and assembly.has_late_segments
+        rest = await self._workers.submit(assembly.digest_late, bucket) if late else 0
+        if push == self._push:
+            self._digests[task.index] = add_digests((filled.result, rest))
+
+    def _post_receives(
+        self, task: SourceTask, holding: Holding, bucket: torch.Tensor
+    ) -> list[tuple[torch.Tensor, Signal[None]]]:
+        posted = []
+        for number, message in enumerate(task.receives):
+            if message.direct:
+                start, nbytes = direct_range(message, sends=False)
+                memory = bucket[start : start + nbytes]
+            else:
+                memory = holding.message(number, message.nbytes)
+            posted.append((memory, self._gather().recv(memory, message.peer, message.tag)))
+        return posted
+
+    async def _contribute(self, recipe: Recipe, push: int) -> None:
+        task = recipe.task
+        holding = await self._memory.claim((push, task.index), task, recipe.layout)
+        packed = [self._pack(packing, number, holding) for number, packing in enumerate(recipe.packings)]
+        failures = _Failures()
+        sent = []
+        for packing, (memory, signal) in zip(recipe.packings, packed, strict=True):
+            if signal is None or await failures.ended(signal):
+                sent.append(self._gather().send(memory, packing.message.peer, packing.message.tag))
+        for signal in sent:
+            await failures.ended(signal)
+        failures.check()
+
+    def _pack(self, packing: Packing, number: int, holding: Holding) -> tuple[torch.Tensor, Signal[None] | None]:
+        message = packing.message
+        if packing.source is not None:
+            return packing.source, None
+        files = holding.files()
+        if packing.staged_at >= 0 and files is not None:
+            return files[packing.staged_at : packing.staged_at + message.nbytes], None
+        memory = holding.message(number, message.nbytes)
+        return memory, self._workers.submit(packing.run, memory, files)
+
+    def _gather(self) -> Communicator:
+        if self.communicator is None:
+            raise TransportError("this rank has messages to exchange with other source ranks, and no communicator")
+        return self.communicator
+
+
+class _Failures:
+    """The first error among things that are all waited for."""
+
+    def __init__(self) -> None:
+        self._first: BaseException | None = None
+
+    async def ended(self, started: Awaitable[object]) -> bool:
+        """Wait for ``started`` to end. True if it ended well."""
+        try:
+            await started
+        except Exception as error:  # noqa: BLE001 - raised by `check`, when everything has ended
+            self._first = self._first or error
+            return False
+        return True
+
+    def check(self) -> None:
+        if self._first is not None:
+            raise self._first

@@ -1,0 +1,88 @@
+"""The process that all workers of a test run are forked from: it has imported everything once, and runs no threads.
+
+    python zygote.py FD
+
+FD is one end of a SOCK_SEQPACKET pair. Packets in: ``{"op": "fork", "role": …, "log": …}`` with one descriptor, the worker's
+control socket; ``{"op": "status", "pid": …}`` for a process that has ended. One packet out for each. Everything dies with
+the process above it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def preload() -> None:
+    """Import what workers need."""
+    import source_actor
+    import target_actor
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    assert source_actor, target_actor
+    torch.set_num_threads(1)
+
+
+def work(role: str, log: str, control: socket.socket) -> None:
+    """The life of one worker; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent()
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        faulthandler.enable(file=2, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        import actor
+
+        code = actor.main(role, control)
+    except BaseException:  # noqa: BLE001 (the end of the process; its log tells)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    os.environ["PYTHONFAULTHANDLER"] = "1"
+    control = socket.socket(fileno=int(sys.argv[1]))
+    die_with_parent()
+    preload()
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked from safely"
+    control.send(b'{"ready": true}')
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 2**16, 1)
+        if not data:
+            return
+        request = json.loads(data)
+        if request["op"] == "status":
+            _, status = os.waitpid(request["pid"], 0)
+            control.send(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            work(request["role"], request["log"], socket.socket(fileno=descriptors[0]))
+        os.close(descriptors[0])
+        control.send(json.dumps({"pid": pid}).encode())
+
+
+if __name__ == "__main__":
+    main()
