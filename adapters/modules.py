@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,21 +30,26 @@ class Members(NamedTuple):
     not_persistent: set[str]
 
 
-class Structure(NamedTuple):
-    """What an added, removed or swapped module or tensor changes."""
+class Structure:
+    """What an added, removed or swapped module or tensor changes: where everything hangs, and how many there are."""
 
-    sizes: list[tuple[Mapping[str, Any], int]]
-    children: list[tuple[Mapping[str, Any], str, Any]]
+    def __init__(self, root: Root, found: Sequence[Entry]) -> None:
+        self._mappings: list[Mapping[str, Any]] = []
+        self._places: list[tuple[Mapping[str, Any], str]] = [(entry.container, entry.key) for entry in found]
+        self._there: list[Any] = [entry.tensor for entry in found]
+        for module in root.modules() if isinstance(root, nn.Module) else ():
+            has = members(module)
+            self._mappings += (has.parameters, has.buffers, has.modules)
+            self._places += ((has.modules, key) for key in has.modules)
+            self._there += has.modules.values()
+        if not isinstance(root, nn.Module):
+            self._mappings.append(root)
+        self._sizes = [len(mapping) for mapping in self._mappings]
 
     def unchanged(self) -> bool:
-        """Whether every mapping has as many entries as before, and every submodule hangs where it did."""
-        for mapping, size in self.sizes:
-            if len(mapping) != size:
-                return False
-        for mapping, key, child in self.children:  # noqa: SIM110 (runs at every push: a generator takes twice as long)
-            if mapping.get(key) is not child:
-                return False
-        return True
+        """Whether everything is there as it was. About 0.5 us a tensor."""
+        there = (mapping.get(key) for mapping, key in self._places)
+        return all(map(operator.eq, map(len, self._mappings), self._sizes)) and all(map(operator.is_, there, self._there))
 
 
 def members(module: nn.Module) -> Members:
@@ -67,13 +73,19 @@ def entries(root: Root) -> Iterator[Entry]:
                     yield Entry(prefix + key, container, key, tensor)
 
 
-def structure(root: Root) -> Structure:
-    """Every mapping to which a tensor or module could be added, with its size; every submodule, and where it hangs."""
-    if not isinstance(root, nn.Module):
-        return Structure([(root, len(root))], [])
-    found = Structure([], [])
-    for module in root.modules():
-        has = members(module)
-        found.sizes.extend((mapping, len(mapping)) for mapping in (has.parameters, has.buffers, has.modules))
-        found.children.extend((has.modules, key, child) for key, child in has.modules.items())
-    return found
+def alias(tensor: torch.Tensor, size: Sequence[int], strides: Sequence[int], offset: int, *, inference: bool) -> torch.Tensor:
+    """A tensor object of its own over the memory of ``tensor``; ``offset`` counts elements from the storage's first.
+
+    A tensor that was made under ``torch.inference_mode()`` may only be written to there, and may only be pointed (``.data``)
+    at another one of its kind. ``inference`` says which kind to make, whatever ``tensor`` is.
+    """
+    with torch.inference_mode(inference), torch.no_grad():
+        blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return blank.set_(tensor.untyped_storage(), offset, tuple(size), tuple(strides))
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements as a tensor outside autograd that may be written to."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    return alias(tensor, tensor.shape, tensor.stride(), int(tensor.storage_offset()), inference=False)

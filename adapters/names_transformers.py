@@ -141,53 +141,43 @@ class _Traced(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = args[0] if args else None
+        if func.is_view and not kwargs and isinstance(first, _Traced) and first.parts is not None and len(first.parts) == 1:
+            try:  # nearly all that there is to do, and there is one for every expert's every tensor
+                return first.viewed(func(first.parts[0].view, *args[1:]))
+            except RuntimeError:  # a view of a copy, where we kept the strides of what was copied
+                pass
         kwargs = kwargs or {}
         flat = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, _Traced)]
         origins = frozenset().union(*(a.origins for a in flat))
         plain_args, plain_kwargs = pytree.tree_map_only(_Traced, _plain, (args, kwargs))
-        parts_of = _rule(func, args, plain_args, plain_kwargs)
-        try:
-            result = func(*plain_args, **plain_kwargs)
-        except RuntimeError:  # a view of a copy, where we kept the strides of what was copied
-            plain_args, plain_kwargs = pytree.tree_map_only(_Traced, _blank, (args, kwargs))
-            result, parts_of = func(*plain_args, **plain_kwargs), _lost
-        return pytree.tree_map_only(torch.Tensor, lambda t: cls.make(t, parts_of(t), origins), result)
+        parts = _copied(func, args, kwargs)
+        return pytree.tree_map_only(torch.Tensor, lambda t: cls.make(t, parts, origins), func(*plain_args, **plain_kwargs))
+
+    def viewed(self, views: Any) -> Any:
+        """The views (one, or a list) of this tensor's only part."""
+        if not isinstance(views, torch.Tensor):
+            return [self.viewed(view) for view in views]
+        param = (self.parts or ())[0].param
+        return self.make(views, (_Part(param, views, (0,) * views.ndim),), self.origins)
 
 
 def _plain(traced: _Traced) -> torch.Tensor:
-    """A meta tensor of the same shape; for a single part, its view, so that views of it are views of the parameter."""
-    if traced.parts is not None and len(traced.parts) == 1:
-        return traced.parts[0].view
-    return _blank(traced)
-
-
-def _blank(traced: _Traced) -> torch.Tensor:
+    """A meta tensor of the same shape."""
     return torch.empty(traced.shape, device="meta")
 
 
-def _lost(_result: torch.Tensor) -> None:
-    return None
-
-
-_PartsOf = Callable[[torch.Tensor], tuple[_Part, ...] | None]
-
-
-def _rule(func: Any, args: Any, plain_args: Any, plain_kwargs: Any) -> _PartsOf:
-    """How the parts of an operation's results follow from those of its arguments."""
+def _copied(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[_Part, ...] | None:
+    """The parts of what an operation returns that copies or joins; None for every other."""
     aten = torch.ops.aten
     name = func.overloadpacket
     if name in (aten.clone, aten.detach, aten.alias, aten.contiguous):
-        return lambda _: args[0].parts
+        parts: tuple[_Part, ...] | None = args[0].parts
+        return parts
     if name in (aten.cat, aten.stack):
-        tensors, dim = args[0], int(plain_args[1] if len(plain_args) > 1 else plain_kwargs.get("dim", 0))
-        if name is aten.stack:
-            tensors = [tensor.unsqueeze(dim) for tensor in tensors]
-        parts = _joined(tensors, dim)
-        return lambda _: parts
-    if func.is_view and isinstance(args[0], _Traced) and args[0].parts is not None and len(args[0].parts) == 1:
-        param = args[0].parts[0].param
-        return lambda result: (_Part(param, result, (0,) * result.ndim),)
-    return _lost
+        dim = int(args[1] if len(args) > 1 else kwargs.get("dim", 0))
+        return _joined(args[0] if name is aten.cat else [tensor.unsqueeze(dim) for tensor in args[0]], dim)
+    return None
 
 
 def _joined(tensors: list[_Traced], dim: int) -> tuple[_Part, ...] | None:
@@ -205,9 +195,24 @@ def _joined(tensors: list[_Traced], dim: int) -> tuple[_Part, ...] | None:
     return tuple(parts)
 
 
+class _Grid(NamedTuple):
+    """A contiguous parameter: its shape, its strides, and which axis (longer than 1) has which stride."""
+
+    shape: Index
+    strides: Index
+    axis_of: dict[int, int]
+
+    @classmethod
+    def of(cls, shape: Index) -> _Grid:
+        strides = torch.empty(shape, device="meta").stride()
+        axis_of = {stride: axis for axis, (stride, extent) in enumerate(zip(strides, shape, strict=True)) if extent > 1}
+        return cls(shape, strides, axis_of)
+
+
 def _decode(saved: Mapping[str, Any], shapes: Mapping[str, Index]) -> dict[str, list[NamedBox]]:
     """Boxes by parameter; parameters that are not boxes all through, and those joined with them, are left out."""
-    canonical = {name: (tensor, _tensor_boxes(name, tensor, shapes)) for name, tensor in saved.items()}
+    grids = {name: _Grid.of(shape) for name, shape in shapes.items()}
+    canonical = {name: (tensor, _tensor_boxes(name, tensor, grids)) for name, tensor in saved.items()}
     dropped: set[str] = set()
     while True:
         boxes: dict[str, list[NamedBox]] = {}
@@ -221,33 +226,33 @@ def _decode(saved: Mapping[str, Any], shapes: Mapping[str, Index]) -> dict[str, 
         dropped |= lost
 
 
-def _tensor_boxes(name: str, tensor: _Traced, shapes: Mapping[str, Index]) -> list[tuple[str, NamedBox]] | None:
+def _tensor_boxes(name: str, tensor: _Traced, grids: Mapping[str, _Grid]) -> list[tuple[str, NamedBox]] | None:
     if tensor.parts is None:
         return None
     boxes = []
     for part in tensor.parts:
-        box = _part_box(name, tuple(tensor.shape), part, shapes[part.param])
+        box = _part_box(name, tuple(tensor.shape), part, grids[part.param])
         if box is None:
             return None
         boxes.append((part.param, box))
     return boxes
 
 
-def _part_box(name: str, shape: Index, part: _Part, param: Index) -> NamedBox | None:
+def _part_box(name: str, shape: Index, part: _Part, grid: _Grid) -> NamedBox | None:
     """The box that a strided view of a contiguous parameter is, or None if it is not one."""
-    strides = torch.empty(param, device="meta").stride()
-    axis_of = {stride: axis for axis, (stride, extent) in enumerate(zip(strides, param, strict=True)) if extent > 1}
     size = tuple(part.view.shape)
-    axes = [axis_of.get(s, -2) if n > 1 else -1 for n, s in zip(size, part.view.stride(), strict=True)]
-    if -2 in axes or len(set(axes) - {-1}) != len([axis for axis in axes if axis >= 0]):
+    axes = [grid.axis_of.get(s) if n > 1 else -1 for n, s in zip(size, part.view.stride(), strict=True)]
+    found = [axis for axis in axes if axis is not None]
+    inner = [axis for axis in found if axis >= 0]
+    if len(found) != len(axes) or len(set(inner)) != len(inner):
         return None
-    local_start, rest = [], part.view.storage_offset()
-    for stride in strides:
+    local_start, rest = [], int(part.view.storage_offset())
+    for stride in grid.strides:
         local_start.append(rest // stride if stride else 0)
         rest -= local_start[-1] * stride
-    if any(local_start[axis] + n > param[axis] for axis, n in zip(axes, size, strict=True) if axis >= 0):
+    if any(local_start[axis] + n > grid.shape[axis] for axis, n in zip(found, size, strict=True) if axis >= 0):
         return None
-    return named_box(name, shape, start=part.start, size=size, local_start=local_start, axes=axes)
+    return named_box(name, shape, start=part.start, size=size, local_start=local_start, axes=found)
 
 
 def _held(boxes: Iterator[NamedBox] | Any) -> int:

@@ -42,7 +42,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         words=("serve",),
-        entry="syncline.adapters.engines.serve:main",
+        entry="syncline.bench.serve:main",
         summary="serve a Hugging Face checkpoint and receive pushes into it",
         extra="serve",
     ),
@@ -56,14 +56,12 @@ COMMANDS: tuple[Command, ...] = (
         words=("bench", "run"),
         entry="syncline.bench.run:main",
         summary="measure pushes; one JSON line a row",
-        extra="bench",
     ),
 )
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("transformers", "safetensors"),
-    "demo": ("transformers", "safetensors", "rich", "matplotlib", "psutil"),
-    "bench": ("rich", "psutil"),
+    "demo": ("transformers", "safetensors", "rich", "matplotlib"),
 }
 """What each extra brings, by import name."""
 

@@ -1,5 +1,8 @@
-"""``syncline demo``: the main job, live. Trains a small language model with FSDP2 and pushes it, after every step, into
-generation servers that answer requests all the while; then proves that every answer is what its version gives."""
+"""``syncline demo``: the main job, live.
+
+Trains a small language model with FSDP2 and pushes it, after every step, into generation servers that answer requests all
+the while; then proves that every answer is what its version gives.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,8 @@ class Demo:
         log = (self.work / f"server-{server.number}-{server.starts}.log").open("w")
         command = [sys.executable, "-m", "syncline.bench.cli", "serve", "--model", self.model]
         command += ["--random-weights", str(self.args.seed + 1), "--http", "127.0.0.1:0", "--listen", server.target]
-        command += ["--ready-file", str(ready), "--threads", "1", "--dtype", str(model_dtype(self.model)).removeprefix("torch.")]
+        command += ["--ready-file", str(ready), "--threads", "1"]
+        command += ["--dtype", str(model_dtype(self.model)).removeprefix("torch.")]
         # The first start serves its random weights as version 0; a restarted server serves nothing until it is up to date.
         command += ["--initial-version", "0"] if server.starts == 1 else []
         command += ["--movable"] if self.args.landing == "mapped" else []

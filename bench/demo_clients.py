@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
@@ -51,7 +51,7 @@ class Clients:
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Clients:
+    async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
         return self
 
@@ -66,7 +66,8 @@ class Clients:
     def add(self, server: Any, count: int) -> None:
         """Let ``count`` clients send requests to a server until the end."""
         for number in range(count):
-            self._tasks.append(asyncio.create_task(self._ask_for_ever(server, random.Random(number))))
+            dice = random.Random(number)  # noqa: S311 - which prompt comes next, not a secret
+            self._tasks.append(asyncio.create_task(self._ask_for_ever(server, dice)))
 
     async def quiesce(self) -> None:
         """No new requests; wait for the answers under way."""

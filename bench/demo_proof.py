@@ -1,5 +1,8 @@
-"""The demo's proof, computed after the run from weights that never went through syncline: the snapshots that the trainer
-gathered with torch's own means. The server's logits equal the trainer's, and each answer is what its versions give."""
+"""The demo's proof, computed after the run from weights that never went through syncline.
+
+The trainer left snapshots, gathered with torch's own means. With them, the server's logits equal the trainer's, and each
+answer is what its versions give.
+"""
 
 from __future__ import annotations
 

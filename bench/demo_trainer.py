@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,9 @@ from torch import nn
 from syncline.adapters.engines.checkpoints import load_model, load_tokenizer
 from syncline.adapters.trainers import FSDPSource
 from syncline.engine import PushReport, RemoteTarget, TransferConfig, TransferEngine
+
+from syncline.engine.config import Transport
+from syncline.engine.messages import Landing
 
 from .demo_model import model_dtype
 
@@ -39,8 +41,8 @@ class TrainerArgs:
     context: int = 128
     learning_rate: float = 1e-3
     max_tmp_bytes: str = "64MiB"
-    landing: str = "staged"
-    transport: str = "auto"
+    landing: Landing = "staged"
+    transport: Transport = "auto"
     push_timeout_s: float = 60.0
     seed: int = 0
 
@@ -80,7 +82,7 @@ def snapshot(model: nn.Module, path: Path, rank: int) -> None:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         # Tied tensors come out as one storage under two names, which the file format refuses.
-        save_file({name: tensor.clone() for name, tensor in state.items()}, path)
+        save_file({name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}, path)
 
 
 def emit(kind: str, **fields: Any) -> None:
@@ -129,8 +131,8 @@ async def train(args: TrainerArgs) -> None:
         targets=[RemoteTarget(address) for address in args.targets],
         config=TransferConfig(
             max_tmp_bytes=args.max_tmp_bytes,
-            landing=args.landing,  # type: ignore[arg-type]  # checked by TransferConfig, with a message
-            transport=args.transport,  # type: ignore[arg-type]
+            landing=args.landing,
+            transport=args.transport,
             push_timeout_s=args.push_timeout_s,
             target_timeout_s=args.push_timeout_s / 6,
         ),
@@ -174,11 +176,11 @@ def main() -> None:
     try:
         asyncio.run(train(args))
     except Exception as error:
-        emit("failed", rank=args.rank, error=f"{type(error).__name__}: {error}", args={k: str(v) for k, v in asdict(args).items()})
+        emit("failed", rank=args.rank, error=f"{type(error).__name__}: {error}")
         raise
     finally:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich import box
 from rich.console import Console, Group
@@ -32,14 +32,14 @@ class DemoView:
         self._notes: list[str] = []
         self._answered = self._refused = 0
 
-    def __enter__(self) -> DemoView:
+    def __enter__(self) -> Self:
         if self._live is not None:
-            self._live.__enter__()
+            self._live.start()
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._live is not None:
-            self._live.__exit__(*exc)
+            self._live.stop()
 
     def phase(self, text: str) -> None:
         """What the demo is doing now."""

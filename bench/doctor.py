@@ -7,8 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from .probes import MODULES, Finding, check_loopback, check_machine, check_module, check_shared_memory, find_spec, in_child
+from .probes import MODULES, Finding, check_loopback, check_machine, check_module, check_shared_memory, in_child
 
 _BASE = ("machine", "torch", "aiohttp", "uvloop", "msgspec", "xxhash")
 
@@ -35,15 +36,15 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="generation server (syncline serve)",
         needs=(*_BASE, "transformers", "safetensors"),
-        ours=("syncline.adapters.engines.server",),
+        ours=("syncline.bench.serve",),
     ),
     Feature(
         name="demo (syncline demo)",
-        needs=(*_BASE, "gloo", "transformers", "safetensors", "rich", "matplotlib", "psutil"),
+        needs=(*_BASE, "gloo", "transformers", "safetensors", "rich", "matplotlib"),
         ours=("syncline.bench.demo",),
     ),
     Feature(name="SmolLM2-135M weights (--model smollm2)", needs=("transformers", "gguf", "accelerate", "smollm2 weights")),
-    Feature(name="benchmarks (syncline bench)", needs=(*_BASE, "rich", "psutil"), ours=("syncline.bench.run",)),
+    Feature(name="benchmarks (syncline bench)", needs=(*_BASE, "loopback", "gloo"), ours=("syncline.bench.run",)),
     Feature(
         name="weights on GPUs (NCCL, CUDA IPC)",
         needs=("cuda", "nccl", "triton"),
@@ -80,6 +81,12 @@ def examine(*, timeout_s: float = 60.0) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
+def is_built(module: str) -> bool:
+    """Whether this version of syncline has the module. Looks for its file: importing its parents would import torch."""
+    place = Path(__file__).parents[1].joinpath(*module.split(".")[1:])
+    return place.is_dir() or place.with_suffix(".py").is_file()
+
+
 def judge(findings: Mapping[str, Finding], features: Sequence[Feature] = FEATURES) -> list[Verdict]:
     """What the findings mean for each feature."""
     return [_judge(feature, findings) for feature in features]
@@ -87,7 +94,7 @@ def judge(findings: Mapping[str, Finding], features: Sequence[Feature] = FEATURE
 
 def _judge(feature: Feature, findings: Mapping[str, Finding]) -> Verdict:
     bad = [findings[need] for need in feature.needs if findings[need].state != "ok"]
-    absent = [module for module in feature.ours if not find_spec(module)]
+    absent = [module for module in feature.ours if not is_built(module)]
     lacks = [f"{finding.name} ({finding.state})" for finding in bad]
     lacks += [f"{module} (not in this version)" for module in absent]
     remedies = [finding.remedy for finding in bad if finding.remedy]

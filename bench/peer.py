@@ -84,13 +84,13 @@ def times(work: Callable[[], object], repeat: int) -> list[float]:
     return seconds
 
 
-def broadcast_group(path: str, rank: int, size: int) -> dist.ProcessGroup:
+def broadcast_group(path: str, rank: int, size: int) -> dist.ProcessGroupGloo:
     """A gloo group of rank 0 of the source and the receivers, as a naive implementation makes it."""
-    store = dist.FileStore(path, size)
+    store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # public, but not listed as such
     return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=120))
 
 
-def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+def broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor) -> None:
     """Blocking broadcast from the group's rank 0."""
     group.broadcast([tensor], dist.BroadcastOptions()).wait()
 
@@ -129,13 +129,13 @@ async def source(args: PeerArgs) -> None:
     say(ready=True)
     async for command in commands():
         if command["do"] == "push":
-            say(**await _push_repeatedly(model, args, command))
+            say(**await _push_repeatedly(model, command))
         elif command["do"] == "naive":
             say(seconds=await asyncio.to_thread(_send_naively, model, args.rank, command))
     dist.destroy_process_group()
 
 
-async def _push_repeatedly(model: nn.Module, args: PeerArgs, command: dict[str, Any]) -> dict[str, Any]:
+async def _push_repeatedly(model: nn.Module, command: dict[str, Any]) -> dict[str, Any]:
     config = TransferConfig(**command["config"])
     targets = [RemoteTarget(address) for address in command["targets"]]
     async with TransferEngine(source=FSDPSource(model), targets=targets, config=config) as engine:

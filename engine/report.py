@@ -87,8 +87,10 @@ class PushReport:
     def __str__(self) -> str:
         rate = self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
         lines = [
-            f"push of version {self.version}: {'ok' if self.ok else 'FAILED'} in {self.seconds * 1e3:.1f} ms, "
-            f"{_mib(self.bytes)} in {self.tasks} tasks ({rate:.2f} GB/s), overlap {self.overlap:.2f}",
+            (
+                f"push of version {self.version}: {'ok' if self.ok else 'FAILED'} in {self.seconds * 1e3:.1f} ms, "
+                f"{_mib(self.bytes)} in {self.tasks} tasks ({rate:.2f} GB/s), overlap {self.overlap:.2f}"
+            ),
             f"  temporary bytes: peak {_mib(self.peak_tmp_bytes)}; landing memory {_mib(self.landing_bytes)}",
             "  stages: " + ", ".join(f"{name} {stage.busy_s * 1e3:.1f} ms" for name, stage in self.stages.items()),
         ]

@@ -14,7 +14,7 @@ from syncline.scheduler.errors import AllTargetsLost
 from syncline.scheduler.events import Cancelled, TargetLost
 
 from .errors import PushTimeout, SynclineError
-from .steps import Done, Start
+from .steps import Done, Outcome, Start
 from .trace import STAGES, Span
 from .wiring import Wiring
 
@@ -52,8 +52,8 @@ class PushRun:
 
     async def run(
         self, deadline_s: float, on_source_free: Callable[[], None], finish: Callable[[bytes], Awaitable[bytes]]
-    ) -> bytes:
-        """Run to the end. ``finish`` contributes this rank's `Done` and returns rank 0's decision, as does this."""
+    ) -> Outcome:
+        """Run to the end. ``finish`` contributes this rank's `Done` and returns rank 0's decision, an `Outcome`."""
         self._finish = finish
 
         def source_free() -> None:
@@ -62,24 +62,30 @@ class PushRun:
 
         if not self._start.live and not self._start.already:
             source_free()
-            return await finish(self._done(None))
+            return self._decided(await finish(self._done(None)))
         wiring = self._wiring
         await wiring.begin(self._attempt, self._start.live, timeout_s=deadline_s, on_lost=self._noticed)
-        ok = False
+        outcome: Outcome | None = None
         try:
             async with asyncio.TaskGroup() as scope:
                 watch = scope.create_task(self._watch_progress())
                 try:
-                    ok = await self._drive(deadline_s, source_free)
+                    outcome = await self._drive(deadline_s, source_free)
                 finally:
                     watch.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None  # the watch never raises: there is one error, and it is the push's
         finally:
-            await wiring.end(ok)
-        return self._decision
+            await self._end(outcome)
+        return outcome
 
-    async def _drive(self, deadline_s: float, source_free: Callable[[], None]) -> bool:
+    async def _end(self, outcome: Outcome | None) -> None:
+        """Links of targets that committed stay; those of all others are made anew before the next push."""
+        good = {index for index, target in enumerate(outcome.targets) if target.ok} if outcome else set()
+        await self._wiring.end(good.intersection(self._start.live))
+        self._wiring.drop_targets(set(self._start.live) - good)
+
+    async def _drive(self, deadline_s: float, source_free: Callable[[], None]) -> Outcome:
         driver = self._wiring.driver
         try:
             await driver.run(
@@ -95,8 +101,11 @@ class PushRun:
             # Nobody is left to send to. That is a result like another: every target is reported with what befell it.
             assert self._finish is not None
             self._decision = await self._finish(self._done(driver.snapshot()))
-            return False
-        return True
+        return self._decided(self._decision)
+
+    @staticmethod
+    def _decided(payload: bytes) -> Outcome:
+        return msgspec.msgpack.decode(payload, type=Outcome)
 
     async def _collect_votes(self) -> None:
         assert self._finish is not None

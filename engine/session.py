@@ -40,7 +40,7 @@ from .report import PushReport
 from .reporting import build_report
 from .running import PushRun
 from .source import Source
-from .steps import Enter, Linked, LossNote, Manifests, Offers, Opening, Outcome, Start
+from .steps import Enter, Linked, LossNote, Manifests, Offers, Opening, Start
 from .targets import RemoteTarget, TargetHandle
 from .wiring import Wiring, transport_kinds
 
@@ -112,10 +112,9 @@ class Session:
         self._run = PushRun(self._attempt, version, start, wiring, self._report_loss)
         try:
             async with self._watching(start):
-                payload = await self._run.run(self._remaining(), on_source_free, lambda done: self._finish(version, done))
+                outcome = await self._run.run(self._remaining(), on_source_free, lambda done: self._finish(version, done))
         finally:
             self._run = None
-        outcome = msgspec.msgpack.decode(payload, type=Outcome)
         return build_report(outcome, [target.address for target in self.targets], trace=self.config.trace)
 
     async def _open(self, version: int | None) -> None:
@@ -147,9 +146,7 @@ class Session:
         decide = coordinator.decide_manifests if coordinator else _not_here
         payload = await self._exchange("manifests", manifest.to_bytes(), decide)
         plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config)
-        await self._exchange(
-            "planned", plan.digest.encode(), coordinator.decide_planned if coordinator else _not_here
-        )
+        await self._exchange("planned", plan.digest.encode(), coordinator.decide_planned if coordinator else _not_here)
         old, self._wiring = self._wiring, None
         if old is not None:
             await old.close()
@@ -195,9 +192,7 @@ class Session:
         async def decide(parts: Sequence[bytes]) -> bytes:
             assert self._coordinator is not None
             assert self._run is not None
-            return await self._coordinator.decide_outcome(
-                parts, version, self._wired().plan, self._run.lost, self._remaining
-            )
+            return await self._coordinator.decide_outcome(parts, version, self._wired().plan, self._run.lost, self._remaining)
 
         return await self._exchange("done", done, decide)
 

@@ -7,7 +7,6 @@ import msgspec
 from .messages import Landing
 from .trace import Span
 
-
 CONTENT = "*"
 """Key in `Done.digests` of the digest over all buckets that a rank owns, each counted once whoever gets it."""
 

@@ -87,8 +87,7 @@ class TargetHandle:
 
     async def _watch_it(self) -> None:
         try:
-            await self.client.watch()
-            reason = "its control connection ended"
+            reason = await self.client.watch()
         except SynclineError as error:
             reason = str(error)
         self.lost_reason = self.lost_reason or reason

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from .config import TransferConfig
 from .errors import BusyError, ClosedError, ConfigError
@@ -53,9 +53,7 @@ class TransferEngine:
         config: every knob; the same on every rank.
     """
 
-    def __init__(
-        self, *, source: Source, targets: Sequence[RemoteTarget], config: TransferConfig | None = None
-    ) -> None:
+    def __init__(self, *, source: Source, targets: Sequence[RemoteTarget], config: TransferConfig | None = None) -> None:
         self.source = source
         self.targets = tuple(targets)
         self.config = config or TransferConfig()
@@ -68,7 +66,8 @@ class TransferEngine:
         self._thread: _LoopThread | None = None
 
     def _check_targets(self) -> None:
-        problems = [f"targets[{i}] is {t!r}, not a RemoteTarget" for i, t in enumerate(self.targets) if not isinstance(t, RemoteTarget)]
+        strangers = [(i, target) for i, target in enumerate(self.targets) if not isinstance(target, RemoteTarget)]
+        problems = [f"targets[{i}] is {target!r}, not a RemoteTarget" for i, target in strangers]
         if not problems:
             addresses = [target.address for target in self.targets]
             problems += [f"target {a!r} is listed more than once" for a in sorted(set(addresses)) if addresses.count(a) > 1]
@@ -196,7 +195,7 @@ class TransferEngine:
         elif self._home is not loop:
             raise ClosedError("this engine lives on another event loop (the one on which it connected); use it from there")
 
-    async def __aenter__(self) -> TransferEngine:
+    async def __aenter__(self) -> Self:
         await self.connect()
         return self
 

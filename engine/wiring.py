@@ -16,7 +16,7 @@ from syncline.scheduler.programs import ReceiverId, SourceProgram, SourceTask
 from syncline.stages.barrier import GroupBarrier
 from syncline.stages.buffers import BufferPool
 from syncline.stages.communicator import Communicator, Rendezvous
-from syncline.stages.completions import TaskScope
+from syncline.stages.completions import Signal, TaskScope
 from syncline.stages.h2d import H2DStage
 from syncline.stages.prepare import PrepareStage
 from syncline.stages.recipes import Recipe, build_recipes
@@ -60,17 +60,16 @@ class Wiring:
         self._communicator: Communicator | None = None
         self._on_lost: Callable[[int, SynclineError], None] = lambda _target, _error: None
         self._dropped: set[int] = set()
+        self._aborting: Signal[None] | None = None
         self._senders = self._make_senders()
-        routes = {r: self._senders[self.kinds[t]] for t, ranks in enumerate(self.receivers) for r in ranks}
+        self._routes = routes = {r: self._senders[self.kinds[t]] for t, ranks in enumerate(self.receivers) for r in ranks}
         self._memory = TaskMemory(pool, routes)
         self._h2d = H2DStage(recipes=recipes, memory=self._memory, workers=self._workers, scope=self._scope)
         self._prepare = PrepareStage(
             recipes=recipes, memory=self._memory, workers=self._workers, scope=self._scope, communicator=None,
             verify=config.verify,
         )  # fmt: skip
-        self._send = SendStage(
-            tasks=self._tasks, memory=self._memory, routes=routes, on_receiver_error=self._receiver_lost
-        )
+        self._send = SendStage(tasks=self._tasks, memory=self._memory, routes=routes, on_receiver_error=self._receiver_lost)
         self._barrier = GroupBarrier(None)
         self.driver = Driver(
             stages={"h2d": self._h2d, "prepare": self._prepare, "send": self._send},
@@ -127,11 +126,11 @@ class Wiring:
         if old is not None:
             await old.close()
         if self._world_size > 1:
-            if rendezvous is None:
-                rendezvous = self._rendezvous or await asyncio.to_thread(Rendezvous.join, endpoint, timeout_s=timeout_s)
-            self._rendezvous = rendezvous
+            self._rendezvous = rendezvous or self._rendezvous
+            if self._rendezvous is None:
+                self._rendezvous = await asyncio.to_thread(Rendezvous.join, endpoint, timeout_s=timeout_s)
             self._communicator = await Communicator.create(
-                rendezvous, name=name, rank=self._rank, size=self._world_size, bind_host=self.config.bind_host,
+                self._rendezvous, name=name, rank=self._rank, size=self._world_size, bind_host=self.config.bind_host,
                 timeout_s=timeout_s,
             )  # fmt: skip
         self._prepare.communicator = self._barrier.communicator = self._communicator
@@ -177,12 +176,13 @@ class Wiring:
             for receiver, error in (await sender.begin(self.push_id, timeout_s=timeout_s)).items():
                 self._receiver_lost(receiver, error)
 
-    async def end(self, ok: bool) -> None:
-        """The push is over."""
+    async def end(self, committed: Collection[int]) -> None:
+        """The push is over; the targets ``committed`` have committed it."""
         self._on_lost = lambda _target, _error: None
         self._send.end()
+        kept = [receiver for target in committed for receiver in self.receivers[target]]
         for sender in self._senders.values():
-            await sender.end(ok)
+            await sender.end([receiver for receiver in kept if self._routes[receiver] is sender])
 
     def specs(self, live: frozenset[int]) -> tuple[TaskSpec, ...]:
         """This rank's tasks for the driver, when ``live`` are the targets that get anything."""
@@ -194,9 +194,7 @@ class Wiring:
         targets = frozenset(receiver.target for receiver in task.receivers) & live
         stages: list[StageName] = ["h2d"] if task.file_bytes else []
         stages += ["prepare", *(["send"] if targets else [])]  # type: ignore[list-item]
-        return TaskSpec(
-            index=task.index, group=task.group, tmp_bytes=task.tmp_bytes, stages=tuple(stages), targets=targets
-        )
+        return TaskSpec(index=task.index, group=task.group, tmp_bytes=task.tmp_bytes, stages=tuple(stages), targets=targets)
 
     def drop_targets(self, targets: Iterable[int]) -> None:
         """Send nothing more to ``targets``; their links close."""
@@ -237,7 +235,7 @@ class Wiring:
     def abort(self) -> None:
         """A push failed: cut what is under way, so that abandoned work ends soon."""
         if self._communicator is not None:
-            self._communicator.abort()
+            self._aborting = self._communicator.abort()
         self.drop_targets(range(len(self.receivers)))
 
     async def settle(self) -> int:
@@ -277,7 +275,8 @@ def transport_kinds(
         if kinds[index] == "shm" and not together:
             problems.append(f"target {index}: transport 'shm' needs source and target on one host; choose 'auto' or 'gloo'")
         elif kinds[index] == "gloo" and config.landing == "mapped":
-            problems.append(f"target {index}: landing 'mapped' needs source and target on one host; choose 'staged' or 'streamed'")
+            remedy = "choose 'staged' or 'streamed'"
+            problems.append(f"target {index}: landing 'mapped' needs source and target on one host; {remedy}")
     if problems:
         raise PlanError(problems)
     return kinds

@@ -1,22 +1,23 @@
 """Which source rank owns what: assembles it and sends it.
 
-Bytes sent by a rank are its buckets, once for each receiver, and what it contributes to buckets of others. Jobs are given
-out from the most expensive down. Each goes to the rank with which the busiest rank that it touches is least busy; among
-those to the one that has most of it already; among those to the least busy. So shards and replicas share the work, and
-bytes that are local stay local unless that would overload their holder.
+Bytes sent by a rank are its buckets, once for each receiver, and what it contributes to buckets of others. At first every
+rank is booked with what it would contribute if it owned nothing; owning a job then costs a rank the job's bytes for each
+receiver, less what it need no longer contribute. Jobs are given out from the most expensive down. Of the ranks that have
+most of a job already, the least busy gets it, as long as it stays within the mean of all ranks or no other rank would be
+less busy; else the rank that would be. So shards and replicas share the work, and bytes that are local stay local unless
+that would overload their holder.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from .columns import Ints
-from .patterns import Patterns
-
-_CONSIDERED = 8
-"""Ranks that are looked at for a job: so many of the least busy, and so many of those that have most of it."""
+from .patterns import Fragments, Patterns
+from .regions import Mask
 
 
 def contributors(holder_sets: Sequence[tuple[int, ...]], host: Ints) -> Ints:
@@ -49,61 +50,72 @@ def choose_owners(patterns: Patterns, job: Ints, instances: Ints, contributor: I
     Returns:
         Owner of each instance, and bytes sent by each rank.
     """
+    if not len(instances):
+        return instances, np.zeros(contributor.shape[1], np.int64)
     units, items = patterns.units, patterns.items
     audience = np.array([len(receivers) for receivers in patterns.audiences], np.int64)
-    first_unit = job[:-1]
-    nbytes = np.add.reduceat(units.nbytes, first_unit) if len(first_unit) else units.nbytes
-    sent = nbytes * audience[items.audience[units.item[first_unit]]]
-    fragments = patterns.fragment_first[job]
-    load = np.zeros(contributor.shape[1], np.int64)
-    owner = np.empty(len(instances), np.int64)
+    first_unit, fragments = job[:-1], patterns.fragment_first[job].tolist()
+    sent = np.add.reduceat(units.nbytes, first_unit) * audience[items.audience[units.item[first_unit]]]
     order = np.lexsort((instances, -sent[instances]))
     kinds = instances[order]
     starts = np.flatnonzero(np.diff(kinds, prepend=-1)).tolist()
-    for start, stop in zip(starts, [*starts[1:], len(kinds)], strict=True):
-        kind = int(kinds[start])
-        work = _Job(patterns, slice(fragments[kind], fragments[kind + 1]), int(sent[kind]), contributor)
-        if items.cut[units.item[first_unit[kind]]]:
-            work.keep_to_holders()
-        for place in order[start:stop].tolist():
-            owner[place] = work.give(load)
+    runs = list(itertools.pairwise([*starts, len(kinds)]))
+    cut = items.cut[units.item[first_unit]]
+    holding = contributor == np.arange(contributor.shape[1])
+    jobs = [
+        _Job(patterns.fragments, slice(*fragments[k : k + 2]), int(sent[k]), contributor, holding)
+        for k in kinds[starts].tolist()
+    ]
+    load = np.sum([job.duty * (stop - start) for job, (start, stop) in zip(jobs, runs, strict=True)], axis=0)
+    total = sum(job.least * (stop - start) for job, (start, stop) in zip(jobs, runs, strict=True))
+    owner = np.empty(len(instances), np.int64)
+    for work, (start, stop) in zip(jobs, runs, strict=True):
+        given = start
+        cap = None if cut[kinds[start]] else total // len(load)
+        while given < stop:
+            owners = work.give(load, stop - given, cap)
+            owner[order[given : given + len(owners)]] = owners
+            given += len(owners)
     return owner, load
 
 
 class _Job:
-    """A kind of job: for each rank, what it would cost whom if that rank owned it."""
+    """A kind of job: for each rank, what it would cost whom if that rank owned it.
 
-    def __init__(self, patterns: Patterns, fragments: slice, sent: int, contributor: Ints) -> None:
-        sets, inverse = np.unique(patterns.fragments.holders[fragments], return_inverse=True)
-        nbytes = np.bincount(inverse.reshape(-1), patterns.fragments.nbytes[fragments]).astype(np.int64)
-        ranks = np.arange(contributor.shape[1])
-        self._sender = contributor[sets]
-        self._away = np.where(self._sender == ranks, 0, nbytes[:, None])
-        self._gather = self._away.sum(axis=0)
-        self._sent = sent
-        self._nearest = np.flatnonzero(self._gather == self._gather.min())
-        self._others = len(self._nearest) < len(ranks)
+    Attributes:
+        duty: bytes that each rank would contribute if it never were the owner; replicas share them.
+        least: bytes that must be sent at least, by all ranks together.
+    """
 
-    def keep_to_holders(self) -> None:
-        """Only ranks that have most of the job already may own it."""
-        self._others = False
+    def __init__(self, fragments: Fragments, rows: slice, sent: int, contributor: Ints, holding: Mask) -> None:
+        self._sets, inverse = np.unique(fragments.holders[rows], return_inverse=True)
+        self._nbytes = np.bincount(inverse.reshape(-1), fragments.nbytes[rows]).astype(np.int64)
+        self._contributor, self._sent = contributor, sent
+        holders = holding[self._sets]
+        self.duty = (self._nbytes // holders.sum(axis=1)) @ holders
+        self._gather = self._nbytes.sum() - self._nbytes @ holders
+        self._near = np.flatnonzero(self._gather == self._gather.min())
+        self.least = sent + int(self._gather.min())
 
-    def give(self, load: Ints) -> int:
-        """Choose the owner and book what everyone sends."""
-        ranks = self._candidates(load)
-        peak = load[ranks] + self._sent
-        if self._others or self._gather[ranks[0]]:
-            peak = np.maximum(peak, (load[self._sender[:, ranks]] + self._away[:, ranks]).max(axis=0))
-        owner = ranks[np.lexsort((load[ranks], self._gather[ranks], peak))[0]]
-        load[owner] += self._sent
-        np.add.at(load, self._sender[:, owner], self._away[:, owner])
-        return int(owner)
+    def give(self, load: Ints, count: int, cap: int | None) -> Ints:
+        """Choose owners for up to ``count`` jobs and book what everyone sends.
 
-    def _candidates(self, load: Ints) -> Ints:
-        near = _least(load, self._nearest)
-        return np.concatenate([near, _least(load, np.arange(len(load)))]) if self._others else near
+        Args:
+            cap: load up to which ranks that have most of the job are taken although others are less busy; None if others
+                must not own it.
+        """
+        cost = load - self.duty + self._sent
+        near = self._near[np.argsort(cost[self._near], kind="stable")]
+        if cap is not None:
+            near = near[cost[near] <= max(cap, int(cost.min()))]
+        if not len(near):
+            return self._book(load, np.lexsort((self._gather, cost))[:1])
+        turn = cost[near] <= cost[near[0]] + self._sent  # until the first of them would be the least busy again
+        return self._book(load, near[turn][:count])
 
-
-def _least(load: Ints, ranks: Ints) -> Ints:
-    """Some of ``ranks`` with the least load. A stable sort, so that every machine finds the same."""
-    return ranks if len(ranks) <= _CONSIDERED else ranks[np.argsort(load[ranks], kind="stable")[:_CONSIDERED]]
+    def _book(self, load: Ints, owners: Ints) -> Ints:
+        load -= self.duty * len(owners)
+        load[owners] += self._sent
+        sender = self._contributor[self._sets[:, None], owners]
+        np.add.at(load, sender, np.where(sender == owners, 0, self._nbytes[:, None]))
+        return owners

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,7 @@ class _Run:
     collect_votes: Callable[[], Awaitable[None]]
     end: asyncio.Future[FinishPush | FailPush]
     scope: asyncio.TaskGroup | None = None
+    early: list[TargetLost | Cancelled] = field(default_factory=list)
     votes: asyncio.Task[None] | None = None
 
 
@@ -150,7 +151,10 @@ class Driver:
 
     def post(self, event: TargetLost | Cancelled) -> None:
         """Tell the push that runs that a target is lost or that it is called off. No effect if none runs. On the loop only."""
-        if self._run is not None:
+        run = self._run
+        if run is not None and run.scope is None:
+            run.early.append(event)  # The machine does not know of the push yet and would take it for old news.
+        elif run is not None:
             self._put(event)
 
     async def run(
@@ -206,7 +210,10 @@ class Driver:
                 timer.cancel()
             self._leave(run)
         if isinstance(last, FailPush):
-            raise last.error
+            try:
+                raise last.error
+            finally:
+                del last, run  # Else the error, its traceback and this frame would keep each other alive.
         return log.outcome(self.clock(), last.peak_tmp_bytes)
 
     async def close(self, timeout_s: float) -> tuple[Stuck, ...]:
@@ -267,7 +274,8 @@ class Driver:
         # leaves it is a cancellation from outside, bare, and no group of exceptions.
         async with asyncio.TaskGroup() as scope:
             run.scope = scope
-            self._put(event)
+            for each in (event, *run.early):
+                self._put(each)
             last = await run.end
             if run.votes is not None:
                 run.votes.cancel()
@@ -276,7 +284,7 @@ class Driver:
     def _leave(self, run: _Run) -> None:
         # From here on nothing of this push is started any more, whatever the machine still has to say: see `_launch`.
         self._run = None
-        if not run.end.done():
+        if not run.end.done() or run.end.cancelled():  # cancelling a task cancels the future that it awaits
             run.log.ended = self.clock()
             self._put(Cancelled(now=self.clock(), reason="the task that ran it was cancelled"))
             self._pump()

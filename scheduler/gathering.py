@@ -51,15 +51,24 @@ class Shares(NamedTuple):
 
 
 class Gather(NamedTuple):
+    """Who contributes what, in which messages, and what that costs whom."""
+
     contributions: Contributions
     messages: Messages
     shares: Shares
 
 
 def gather(
-    tasks: Tasks, segments: Segments, patterns: Patterns, contributor: Ints, sides: Sides, options: PlanOptions
+    tasks: Tasks, segments: Segments, patterns: Patterns, *, contributor: Ints, sides: Sides, options: PlanOptions
 ) -> Gather:
-    """Decide who sends what to the owners of buckets."""
+    """Decide who sends what to the owners of buckets.
+
+    An owner has in temporary memory the bucket and the packed messages that come in, a contributor those that go out, and
+    both what they copy out of files. An owner has a share even if it holds nothing.
+
+    Args:
+        contributor: (holder sets, owners): who contributes a fragment; see `syncline.scheduler.balance.contributors`.
+    """
     rows = _contributions(tasks, segments, patterns, contributor, sides)
     task = segments.task[rows.segment]
     away = rows.message >= 0
@@ -70,9 +79,17 @@ def gather(
     message = np.where(away, np.cumsum(new) - 1, -1)
     first = np.flatnonzero(new)
     offset = _places(nbytes, message, first)
-    messages = _messages(task, rows.rank, message, first, offset + nbytes, direct)
     rows = rows._replace(message=message, offset=offset)
-    return Gather(rows, messages, _shares(share, patterns.holds.file_nbytes[rows.hold], messages, tasks, sides.world, options))
+    count = np.bincount(message[away], minlength=len(first))
+    messages = Messages(task[first], rows.rank[first], (offset + nbytes)[first + count - 1], direct[first], first, count)
+    owning = np.arange(len(tasks.owner)) * sides.world + tasks.owner
+    bucket = np.where(options.in_landing, 0, tasks.nbytes)
+    copied = patterns.holds.file_nbytes[rows.hold]
+    sending = messages.task * sides.world + messages.rank
+    packed = np.where(messages.direct, 0, messages.nbytes)
+    keys, file_bytes = _totals((share, copied), (owning, 0 * bucket))
+    keys, tmp_bytes = _totals((share, copied), (owning, bucket), (owning[messages.task], packed), (sending, packed))
+    return Gather(rows, messages, Shares(keys // sides.world, keys % sides.world, tmp_bytes, file_bytes))
 
 
 def _contributions(tasks: Tasks, segments: Segments, patterns: Patterns, contributor: Ints, sides: Sides) -> Contributions:
@@ -99,33 +116,26 @@ def _places(nbytes: Ints, message: Ints, first: Ints) -> Ints:
     return np.where(message < 0, 0, before - before[first][message]) if len(first) else np.zeros_like(nbytes)
 
 
-def _messages(task: Ints, rank: Ints, message: Ints, first: Ints, end: Ints, direct: Mask) -> Messages:
-    rows = np.bincount(message[message >= 0], minlength=len(first))
-    return Messages(task[first], rank[first], end[first + rows - 1], direct[first], first, rows)
-
-
-def _shares(share: Ints, copied: Ints, messages: Messages, tasks: Tasks, world: int, options: PlanOptions) -> Shares:
-    """Temporary bytes: an owner has the bucket and the packed messages that come in, a contributor those that go out, and
-    both what they copy out of files. An owner has a share even if it holds nothing."""
-    owning = np.arange(len(tasks.owner)) * world + tasks.owner
-    keys = np.unique(np.concatenate([share, owning]))
-    packed = np.where(messages.direct, 0, messages.nbytes)
-    bucket = 0 * tasks.nbytes if options.in_landing else tasks.nbytes
-    file_bytes = np.bincount(np.searchsorted(keys, share), copied, len(keys)).astype(np.int64)
-    costs = (owning, bucket), (owning[messages.task], packed), (messages.task * world + messages.rank, packed)
-    tmp = file_bytes + sum(np.bincount(np.searchsorted(keys, key), cost, len(keys)).astype(np.int64) for key, cost in costs)
-    return Shares(keys // world, keys % world, tmp, file_bytes)
+def _totals(*costs: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+    """All distinct keys of (key, cost) columns in order, and the sum of the costs of each."""
+    keys = np.sort(np.concatenate([key for key, _ in costs]), kind="stable")
+    keys = keys[np.diff(keys, prepend=-1) > 0]
+    total = np.zeros(len(keys), np.int64)
+    for key, cost in costs:
+        total += np.bincount(np.searchsorted(keys, key), cost, len(keys)).astype(np.int64)
+    return keys, total
 
 
 def check_watermark(shares: Shares, segments: Segments, names: Sequence[str], options: PlanOptions, problems: Problems) -> None:
     """Report tasks that need more temporary bytes on some rank than the watermark allows."""
+    worst: dict[str, tuple[int, int]] = {}
     for i in np.flatnonzero(shares.tmp_bytes > options.max_tmp_bytes).tolist():
-        inside = segments.tensor[
-            np.searchsorted(segments.task, shares.task[i]) : np.searchsorted(segments.task, shares.task[i] + 1)
-        ]
-        named = listed(names[t] for t in np.unique(inside))
+        first, stop = np.searchsorted(segments.task, [shares.task[i], shares.task[i] + 1])
+        named = listed(names[t] for t in np.unique(segments.tensor[first:stop]))
+        worst[named] = max(worst.get(named, (0, 0)), (int(shares.tmp_bytes[i]), int(shares.rank[i])))
+    for named, (need, rank) in worst.items():
         problems.add(
-            f"{named}: the smallest part takes {shares.tmp_bytes[i]} temporary bytes on source rank {shares.rank[i]}, above "
-            f"the watermark max_tmp_bytes of {options.max_tmp_bytes}: raise max_tmp_bytes, or lower leaf_bytes "
-            f"({options.leaf_bytes}), below which nothing is split"
+            f"{named}: the smallest part takes {need} temporary bytes on source rank {rank}, above the watermark max_tmp_bytes "
+            f"of {options.max_tmp_bytes}: raise max_tmp_bytes, or lower leaf_bytes ({options.leaf_bytes}), below which nothing "
+            "is split"
         )

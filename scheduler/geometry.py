@@ -30,7 +30,9 @@ PACK_ALIGN = 16
 _SIZES = np.array(SIZES)
 
 
-def survey(sides: Sides, canonical: Canonical, held: Rows, wanted: Rows, options: PlanOptions, problems: Problems) -> Patterns:
+def survey(
+    sides: Sides, canonical: Canonical, held: Rows, wanted: Rows, *, options: PlanOptions, problems: Problems
+) -> Patterns:
     """Do the box algebra of all patterns. Reports elements that no source rank holds."""
     surveyor = _Surveyor(sides, options, held.depth)
     pattern_of = np.full(len(canonical.names), -1)
@@ -113,7 +115,7 @@ class _Surveyor:
         items, wants = self._make_items(wanted, met)
         units = self._make_units(items, held, 0 if everywhere.all() else len(cells.lo), ndim)
         fragments, cell = _make_fragments(items, units, cells, cell_set)
-        holds = _make_holds(held, cells, cell, items, units, fragments)
+        holds = _make_holds(held, cells, fragments, cell=cell, units=units, wire=items.dtype[units.item[fragments.unit]])
         gathered = ~everywhere[cell] & ~items.cut[units.item[fragments.unit]]
         units = units._replace(staging=_staging(fragments, holds, gathered, len(units.item)))
         self._items.append(items)
@@ -160,8 +162,10 @@ class _Surveyor:
         return Units(item, items.start[item] + box[:, : self._depth], box[:, self._depth :], nbytes, *rest)
 
     def _limit(self, held: Held, itemsize: int, nbytes: int, gathered: int) -> int:
-        """Bytes of a part so that as many tasks as asked for fit the watermark, by what each of its bytes may cost a rank:
-        one in the bucket, one in packed messages, and what a mapped file's copy takes."""
+        """Bytes of a part so that as many tasks as asked for fit the watermark.
+
+        Each byte may cost a rank one in the bucket, one in packed messages, and what a mapped file's copy takes.
+        """
         options = self._options
         copied = int(_SIZES[held.dtype[held.file]].max(initial=0))
         cost = (not options.in_landing) + (gathered > 0) + copied / itemsize
@@ -187,7 +191,8 @@ def _make_fragments(items: Items, units: Units, cells: Cells, cell_set: Ints) ->
     return Fragments(met.a, met.lo, met.hi - met.lo, nbytes, cell_set[met.b]), met.b
 
 
-def _make_holds(held: Held, cells: Cells, cell: Ints, items: Items, units: Units, fragments: Fragments) -> Holds:
+def _make_holds(held: Held, cells: Cells, fragments: Fragments, *, cell: Ints, units: Units, wire: Ints) -> Holds:
+    """Layouts that hold each fragment's cell; ``wire`` is the wire type of each fragment."""
     first = first_of(cells.cell, len(cells.lo))
     fragment, place = expand((first[1:] - first[:-1])[cell])
     row = cells.box[first[cell[fragment]] + place]
@@ -196,7 +201,7 @@ def _make_holds(held: Held, cells: Cells, cell: Ints, items: Items, units: Units
     fragment, row = fragment[once], row[once]
     shape, unit = fragments.shape[fragment], fragments.unit[fragment]
     direct = contiguous(shape, held.strides[row]) & contiguous(shape, row_steps(units.shape[unit]))
-    direct &= (held.dtype[row] == items.dtype[units.item[unit]]) & (fragments.nbytes[fragment] >= DIRECT_NBYTES)
+    direct &= (held.dtype[row] == wire[fragment]) & (fragments.nbytes[fragment] >= DIRECT_NBYTES)
     direct &= ~held.file[row]
     copied = np.prod(shape, axis=1, dtype=np.int64) * _SIZES[held.dtype[row]] * held.file[row]
     return Holds(fragment, held.layout[row], row, direct, copied)

@@ -281,6 +281,7 @@ class PipelineMachine:
         """After something has ended: the current push may use what it gave back, and its own push may be done reading."""
         if self.push is not None:
             self._advance(self.push)
+            self._check_source(self.push)
         self._check_source(push)
 
     # ------------------------------------------------------------------------------------------------ what may start now

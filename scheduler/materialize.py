@@ -115,11 +115,14 @@ class _SourceDraft(_Draft):
         task = routes.segments.task[rows.segment]
         owned = tasks.owner == rank
         pick = np.flatnonzero(owned[task] | (rows.rank == rank))
-        self._task, self._row = task[pick], pick
+        self._task = task[pick]
         self._segment_row = rows.segment[pick]
         self._hold, self._sender = rows.hold[pick], rows.rank[pick]
         self._message, self._offset = rows.message[pick], rows.offset[pick]
-        self._mine = np.union1d(np.unique(self._task), np.flatnonzero(owned))
+        shares = routes.gather.shares
+        part = np.flatnonzero(shares.rank == rank)
+        self._mine = shares.task[part]
+        self._tmp_bytes, self._file_bytes = shares.tmp_bytes[part].tolist(), shares.file_bytes[part].tolist()
         self._wire_views()
         self._local_views()
 
@@ -173,7 +176,7 @@ class _SourceDraft(_Draft):
         routes = self.routes
         first = np.searchsorted(self._task, self._mine).tolist()
         stop = np.searchsorted(self._task, self._mine, side="right").tolist()
-        tasks = (self._make(t, range(a, b)) for t, a, b in zip(self._mine.tolist(), first, stop, strict=True))
+        tasks = (self._make(place, range(a, b)) for place, (a, b) in enumerate(zip(first, stop, strict=True)))
         return SourceProgram(
             plan_digest=digest,
             rank=self._rank,
@@ -184,18 +187,16 @@ class _SourceDraft(_Draft):
             total_tasks=len(routes.tasks.owner),
         )
 
-    def _make(self, index: int, rows: range) -> SourceTask:
-        tasks, shares = self.routes.tasks, self.routes.gather.shares
-        world = self.routes.sides.world
-        share = int(np.searchsorted(shares.task * world + shares.rank, index * world + self._rank))
+    def _make(self, place: int, rows: range) -> SourceTask:
+        tasks, index = self.routes.tasks, int(self._mine[place])
         task = SourceTask(
             index=index,
             group=int(tasks.group[index]),
             owner=int(tasks.owner[index]),
             nbytes=int(tasks.nbytes[index]),
-            tmp_bytes=int(shares.tmp_bytes[share]),
+            tmp_bytes=self._tmp_bytes[place],
             landing_offset=int(tasks.shared_offset[index]),
-            file_bytes=int(shares.file_bytes[share]),
+            file_bytes=self._file_bytes[place],
         )
         if task.owner != self._rank:
             return replace(task, sends=tuple(self._messages(rows, receiving=False)))

@@ -49,8 +49,11 @@ class Canonical:
 
 
 def resolve(sides: Sides, scope: Scope, problems: Problems) -> Canonical:
-    """Match names. Reports names without a partner (with renames that would pair them), shapes and groups that differ,
-    ties that the source does not have, quantized tensors without their scales, and a plan that shares no name."""
+    """Match names.
+
+    Reports names without a partner (with renames that would pair them), shapes and groups that differ, ties that the
+    source does not have, quantized tensors without their scales, and a plan that shares no name.
+    """
     _check_scope(sides, scope, problems)
     roots = _roots(sides, problems)
     table = _SourceTensors(sides, roots, scope, problems)

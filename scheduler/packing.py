@@ -74,8 +74,10 @@ def pack(placed: Placed, patterns: Patterns, options: PlanOptions, world: int) -
 
 
 def _fill(placed: Placed, order: Ints, fresh: Ints, patterns: Patterns, options: PlanOptions) -> tuple[Ints, Ints]:
-    """Bucket and offset of every unit in ``order``. Parts of a split item have a bucket each, so that they can lie
-    without a gap in landing space."""
+    """Bucket and offset of every unit in ``order``.
+
+    Parts of a split item have a bucket each, so that they can lie without a gap in landing space.
+    """
     units = patterns.units
     unit = placed.unit[order]
     room = options.max_tmp_bytes // options.min_tasks_in_flight

@@ -190,11 +190,11 @@ def build_plan(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]
     _check_movable(sides, options, problems)
     sound = check_pieces(sides, canonical, problems)
     held, wanted = _tables(sides, canonical, sound, problems)
-    patterns = survey(sides, canonical, held, wanted, options, problems)
+    patterns = survey(sides, canonical, held, wanted, options=options, problems=problems)
     contributor = contributors(patterns.holder_sets, sides.host_of_rank)
     placed, sent = _place(canonical, patterns, contributor, options)
     tasks, segments, landing_nbytes = pack(placed, patterns, options, sides.world)
-    gathered = gather(tasks, segments, patterns, contributor, sides, options)
+    gathered = gather(tasks, segments, patterns, contributor=contributor, sides=sides, options=options)
     check_watermark(gathered.shares, segments, canonical.names, options, problems)
     problems.check()
     routes = Routes(

@@ -7,7 +7,7 @@ of its pieces is written exactly once, where it belongs, from bytes that lie wit
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -73,7 +73,8 @@ def _check_pieces(program: TargetProgram, manifest: Manifest, written: dict[int,
         boxes = written.get(index, [])
         if not boxes and (not volume or names[tensor] in excused):
             continue
-        if len(boxes) > 1 and (pair := clash(ints([b.start for b in boxes]), ints([b.stop for b in boxes]))):
+        low, high = (ints(np.array(corners)) for corners in ([b.start for b in boxes], [b.stop for b in boxes]))
+        if len(boxes) > 1 and (pair := clash(low, high)):
             problems.add(f"{names[tensor]}: boxes {boxes[pair[0]]} and {boxes[pair[1]]} are written to the same elements")
         if sum(box.volume for box in boxes) < volume:
             unwritten.append(names[tensor])

@@ -17,7 +17,7 @@ from syncline.scheduler.dtypes import ITEMSIZE
 from syncline.scheduler.layout import Index
 from syncline.scheduler.programs import Copy, Landing, Message, Region, Segment, SourceTask, TargetTask
 
-from .copies import WIRE, CopyPlan, address_of, is_contiguous, move_bytes, resolve
+from .copies import WIRE, CopyPlan, address_of, is_contiguous, move_bytes, resolve, torch_dtype
 from .digest import add_digests, bytes_of, digest_bytes, digest_view, hash_leaf, leaf_bounds
 from .errors import TransportError
 
@@ -43,6 +43,7 @@ class _Fill(NamedTuple):
 
     segment: Segment
     src: torch.Tensor
+    address: int
     cast: bool
 
 
@@ -84,7 +85,7 @@ class Assembly:
 
     def fill(self, bucket: torch.Tensor, files: torch.Tensor | None, *, verify: bool) -> int:
         """Copy everything local into ``bucket``; the digest of all segments that are complete by that (0 if not ``verify``)."""
-        parts = [_run_fill(fill, bucket, verify=verify) for fill in self._fills]
+        parts = _run_fills(self._fills, bucket, verify=verify)
         self._local.run(dst=bucket)
         self._staged.run(src=files, dst=bucket)
         return add_digests(parts) + (_digest(bucket, self._early) if verify else 0)
@@ -128,38 +129,45 @@ def _find_fill(segment: Segment, copy: Copy, buffers: Sequence[torch.Tensor]) ->
         return None
     cast = copy.src.dtype != copy.dst.dtype
     src = resolve(copy.src, buffers, raw=not cast).local
-    return None if src is None else _Fill(segment, src.reshape(-1), cast)
+    return None if src is None else _Fill(segment, src.reshape(-1), src.data_ptr(), cast)
 
 
-def _run_fill(fill: _Fill, bucket: torch.Tensor, *, verify: bool) -> int:
-    segment = fill.segment
-    part = bucket[segment.offset : segment.offset + segment.nbytes]
-    if fill.cast:
-        return _cast_fill(fill, part, verify=verify)
-    src_at, dst_at = fill.src.data_ptr(), address_of(part, segment.nbytes)
+def _run_fills(fills: Sequence[_Fill], bucket: torch.Tensor, *, verify: bool) -> list[int]:
+    base = address_of(bucket, max((fill.segment.offset + fill.segment.nbytes for fill in fills), default=0))
+    content = bytes_of(bucket)
+    parts: list[int] = []
+    for segment, src, src_at, cast in fills:
+        at, nbytes = segment.offset, segment.nbytes
+        if cast:
+            parts.append(_cast_fill(segment, src, bucket[at : at + nbytes], verify=verify))
+        elif verify:
+            parts.append(move_and_digest(content[at : at + nbytes], base + at, src_at, segment))
+        else:
+            move_bytes(base + at, src_at, nbytes)
+    return parts
+
+
+def _cast_fill(segment: Segment, src: torch.Tensor, part: torch.Tensor, *, verify: bool) -> int:
+    dst = part.view(torch_dtype(segment.dtype))
     if not verify:
-        move_bytes(dst_at, src_at, segment.nbytes)
-        return 0
-    return move_and_digest(bytes_of(part), dst_at, src_at, segment)
-
-
-def _cast_fill(fill: _Fill, part: torch.Tensor, *, verify: bool) -> int:
-    dst = part.view(getattr(torch, fill.segment.dtype))
-    if not verify:
-        dst.copy_(fill.src)
+        dst.copy_(src)
         return 0
     content, item = bytes_of(part), dst.element_size()
     total = 0
-    for start, stop, seed in leaf_bounds(fill.segment.leaves):
-        dst[start // item : stop // item].copy_(fill.src[start // item : stop // item])
+    for start, stop, seed in leaf_bounds(segment.leaves):
+        dst[start // item : stop // item].copy_(src[start // item : stop // item])
         total += hash_leaf(content[start:stop], seed)
     return total
 
 
 def move_and_digest(content: memoryview, dst_at: int, src_at: int, segment: Segment) -> int:
     """Move a segment's contiguous bytes to ``dst_at``, hashing each leaf of the copy, whose bytes ``content`` shows."""
+    leaves = segment.leaves
+    if leaves.blocks == 1 and leaves.block_nbytes <= leaves.leaf_nbytes:  # the many small ones
+        move_bytes(dst_at, src_at, segment.nbytes)
+        return digest_bytes(content, leaves)
     total = 0
-    for start, stop, seed in leaf_bounds(segment.leaves):
+    for start, stop, seed in leaf_bounds(leaves):
         move_bytes(dst_at + start, src_at + start, stop - start)
         total += hash_leaf(content[start:stop], seed)
     return total

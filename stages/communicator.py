@@ -127,10 +127,15 @@ class Communicator:
 
         Raises `TransportError` if they have not met within ``timeout_s`` seconds.
         """
-        store = c10d.PrefixStore(name, rendezvous.store)
         options = _options(bind_host, timeout_s)
-        group = await call_in_thread(lambda: _make_group(store, rank, size, options), name="syncline-gloo-make")
-        return cls(group, rendezvous, rank, size)
+
+        def make() -> tuple[Any, Rendezvous]:
+            # a client of its own: one that waits for a key keeps others that share it waiting
+            mine = Rendezvous.join(rendezvous.endpoint, timeout_s=timeout_s)
+            return _make_group(c10d.PrefixStore(name, mine.store), rank, size, options), mine
+
+        group, mine = await call_in_thread(make, name="syncline-gloo-make")
+        return cls(group, mine, rank, size)
 
     @property
     def usable(self) -> bool:

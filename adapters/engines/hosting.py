@@ -13,8 +13,9 @@ from syncline.engine import Receiver
 
 from .checkpoints import Checkpoint
 from .generation import GenerationEngine
+from .http_errors import secret_guard
 from .module import ModuleLoader
-from .server import GenerationServer, secret_guard
+from .server import GenerationServer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ class TokenEvent(msgspec.Struct, kw_only=True):
 
 
 class LogitsReply(msgspec.Struct, kw_only=True):
-    """``logits``: one row a token, each of the vocabulary's size (``shape``)."""
+    """``logits``: one row a token, each of the vocabulary's size (``shape``). What is not finite becomes null."""
 
     version: int
     shape: tuple[int, int]

@@ -117,15 +117,16 @@ class ModuleLoader:
         if not self._movable:
             raise ValueError("ModuleLoader(movable=False): its parameters must stay; landing 'mapped' needs movable=True")
         holdings = self._current()
-        copied = []
+        copied, moved = [], []
         for part in landed:
             buffer = holdings.pieces[part.piece].buffer
             if buffer in self._movers and self._movers[buffer].accepts(part):
                 self._movers[buffer].point(part.tensor)
                 self._mapped[buffer] = part.tensor
-                holdings.moved((buffer,))
+                moved.append(buffer)
             else:
                 copied.append(part)
+        holdings.moved(moved)
         self.install(copied)
 
     def unmap(self) -> None:
@@ -145,6 +146,7 @@ class ModuleLoader:
         return self._holdings
 
     def _own(self, buffers: set[int]) -> None:
+        """Give these buffers memory of their own where they are mapped."""
         mapped = [buffer for buffer in buffers if buffer in self._mapped]
         for buffer in mapped:
             self._movers[buffer].point(self._mapped[buffer].clone())

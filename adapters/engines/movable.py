@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from syncline.scheduler.layout import Box, Index
 
 from ..dtensor import local_tensor
 from ..holdings import Holdings
-from ..modules import members
+from ..modules import alias, members
 
 
 class _Sharer(NamedTuple):
@@ -47,9 +48,10 @@ class Movable:
     def point(self, tensor: torch.Tensor) -> None:
         """Make every sharer a view of ``tensor``."""
         base = tensor.detach().view(self._shape)
-        first = base.storage_offset()
+        first = int(base.storage_offset())
         for sharer in self._sharers:
-            sharer.tensor.data = base.as_strided(sharer.size, sharer.strides, first + sharer.offset)
+            inference = sharer.tensor.is_inference()
+            sharer.tensor.data = alias(base, sharer.size, sharer.strides, first + sharer.offset, inference=inference)
 
 
 def movable_buffers(model: nn.Module, holdings: Holdings) -> dict[int, Movable]:
@@ -63,10 +65,11 @@ def movable_buffers(model: nn.Module, holdings: Holdings) -> dict[int, Movable]:
     for index, piece in enumerate(holdings.pieces):
         pieces.setdefault(piece.buffer, []).append(index)
     storages = [local.untyped_storage().data_ptr() for local in holdings.locals]
+    users = Counter(storages)
     found = {}
     for buffer, local in enumerate(holdings.locals):
         piece = holdings.pieces[pieces[buffer][0]]
-        alone = len(pieces[buffer]) == 1 and storages.count(storages[buffer]) == 1
+        alone = len(pieces[buffer]) == 1 and users[storages[buffer]] == 1
         if not alone or piece.offset or not _is_run(piece.box.shape, piece.strides) or not local.is_contiguous():
             continue
         if math.prod(piece.box.shape) != local.numel():

@@ -21,7 +21,9 @@ from .requests import UnsupportedModel
 Masks = torch.Tensor | dict[str, torch.Tensor]
 
 _PROBE_TOKENS = 7
-_PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+_PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_PROBE_TOLERANCE_LOW = 0.2
+"""For bfloat16 and float16, where a router may choose another expert for a token by rounding alone."""
 
 
 class ModelRunner:
@@ -145,13 +147,14 @@ class ModelRunner:
         if pair:
             got.append(steps[1])
             want.append(self.logits([*short, 1 % self.vocab])[-1])
-        tolerance = _PROBE_TOLERANCE.get(self.model.dtype, 0.1)
+        tolerance = _PROBE_TOLERANCE.get(self.model.dtype, _PROBE_TOLERANCE_LOW)
         for index, (left, right) in enumerate(zip(got, want, strict=True)):
-            if not torch.allclose(left, right, rtol=tolerance, atol=tolerance, equal_nan=True):
+            error = float((left - right).norm() / right.norm())
+            if error > tolerance:  # not a number if the weights are not: then nothing can be said
                 raise UnsupportedModel(
                     f"{type(self.model).__name__}: pass {index} of a batch with cached keys and values differs from a plain "
-                    f"pass by {float((left - right).abs().max()):.3g} (tolerance {tolerance}); this model's attention does "
-                    "not take the masks and positions it is given, so answers would be wrong"
+                    f"pass by {error:.3g} of its norm (tolerance {tolerance}); this model's attention does not take the masks "
+                    "and positions it is given, so answers would be wrong"
                 )
 
 

@@ -11,7 +11,8 @@
 
 Errors are {error, message, retryable, token_ids, versions}: 400 yours, 401 the secret, 429 the queue is full, 503 fenced,
 aborted or closing, 504 too slow, 500 the model raised. `retryable` says whether asking again may help; what an aborted
-request had got is in it.
+request had got is in it. With a shared secret every call is signed (`syncline.engine.auth`), and so is every answer but a
+stream.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from typing import Protocol, Self, TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Middleware
 
-from syncline.engine.config import LOOPBACK
-from syncline.engine.errors import AuthError, ClosedError, ConfigError, SynclineError
+from syncline.engine.address import Address
+from syncline.engine.errors import ClosedError, ConfigError
 from syncline.engine.messages import State
 
 from .answers import Generation
 from .byte_tokenizer import TextStream, Tokenizer
 from .generation import GenerationEngine
+from .http_errors import error_reply, errors_as_json, json_reply
 from .http_messages import (
-    ErrorReply,
     GenerateBody,
     GenerateReply,
     LogitsBody,
@@ -44,21 +45,10 @@ from .http_messages import (
     TokenEvent,
     VersionReply,
 )
-from .requests import Answer, ForwardFailed, GenerateRequest, QueueFull, RequestError, RequestInvalid, RequestTimeout
+from .requests import Answer, GenerateRequest, RequestError, RequestInvalid, RequestTimeout
 
 T = TypeVar("T")
 B = TypeVar("B", bound=msgspec.Struct)
-
-_STATUS: tuple[tuple[type[Exception], int], ...] = (
-    (AuthError, 401),
-    (RequestInvalid, 400),
-    (msgspec.MsgspecError, 400),
-    (QueueFull, 429),
-    (RequestTimeout, 504),
-    (ForwardFailed, 500),
-    (RequestError, 503),
-    (ClosedError, 503),
-)
 
 
 class HostedReceiver(Protocol):
@@ -82,7 +72,7 @@ class GenerationServer:
         tokenizer: None takes and gives token ids only.
         host, port: where to listen; port 0 takes a free one.
         receiver: shown in `/status`.
-        guard: aiohttp middleware that checks the shared secret. Needed beyond loopback.
+        guard: see `secret_guard`. Needed beyond loopback.
 
     Raises:
         ConfigError: beyond loopback without a guard.
@@ -98,7 +88,7 @@ class GenerationServer:
         receiver: HostedReceiver | None = None,
         guard: Middleware | None = None,
     ) -> None:
-        if host not in LOOPBACK and guard is None:
+        if not Address(host=host).is_local and guard is None:
             raise ConfigError([f"http host {host!r} is beyond loopback and there is no secret; set one on both sides"])
         self._engine, self._tokenizer, self._receiver = engine, tokenizer, receiver
         self._host, self._port = host, port
@@ -115,11 +105,15 @@ class GenerationServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def start(self) -> None:
-        """Listen."""
+        """Listen. Raises `ConfigError` if the address cannot be had."""
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="syncline-text")
         self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            await self.close()
+            raise ConfigError([f"cannot listen on http {self._host}:{self._port}: {error}"]) from error
 
     async def close(self) -> None:
         """Stop listening; answers under way get 5 seconds to end, then they are cancelled."""
@@ -139,7 +133,7 @@ class GenerationServer:
 
     def app(self) -> web.Application:
         """The aiohttp application, for those who serve it themselves."""
-        app = web.Application(middlewares=[_errors_as_json, *([self._guard] if self._guard else [])])
+        app = web.Application(middlewares=[*([self._guard] if self._guard else []), errors_as_json])
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -171,7 +165,7 @@ class GenerationServer:
         async with self._engine.submit(asked) as generation:
             if body.stream:
                 return await self._stream(request, generation)
-            return _json(await self._reply(await generation.answer()))
+            return json_reply(await self._reply(await generation.answer()))
 
     async def _stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:
         """Headers go out with the first token, so that what fails before it is a plain error with its own status."""
@@ -192,7 +186,7 @@ class GenerationServer:
         except RequestError as error:
             if response is None:
                 raise
-            await _send(response, "error", _error_reply(error))
+            await _send(response, "error", error_reply(error))
         else:
             response = response or await _open_stream(request)
             await _send(response, "done", await self._reply(await generation.answer()))
@@ -205,8 +199,9 @@ class GenerationServer:
         logits, version = await self._engine.logits(ids, wait=body.wait, timeout_s=body.timeout_s)
         tokens, vocab = logits.shape
         if body.format == "json":
-            reply = LogitsReply(version=version, shape=(tokens, vocab), logits=await asyncio.to_thread(logits.tolist))
-            return _json(reply)
+            return await asyncio.to_thread(
+                lambda: json_reply(LogitsReply(version=version, shape=(tokens, vocab), logits=logits.tolist()))
+            )
         data = await asyncio.to_thread(lambda: logits.cpu().numpy().astype("<f4", copy=False).tobytes())
         headers = {"X-Syncline-Version": str(version), "X-Syncline-Shape": f"{tokens},{vocab}"}
         return web.Response(body=data, content_type="application/octet-stream", headers=headers)
@@ -251,14 +246,14 @@ class GenerationServer:
                 f"the engine did not come to rest within {body.timeout_s} s (mode {body.mode}); it stays paused: ask again, "
                 "or resume it"
             ) from error
-        return _json(self._engine.status())
+        return json_reply(self._engine.status())
 
     async def _resume(self, request: web.Request) -> web.Response:
         await self._engine.release()
-        return _json(self._engine.status())
+        return json_reply(self._engine.status())
 
     async def _version(self, request: web.Request) -> web.Response:
-        return _json(VersionReply(version=self._engine.version, state=self._state()))
+        return json_reply(VersionReply(version=self._engine.version, state=self._state()))
 
     async def _status(self, request: web.Request) -> web.Response:
         status = self._engine.status()
@@ -271,7 +266,7 @@ class GenerationServer:
             engine=status,
             receiver=None if self._receiver is None else self._receiver.address,
         )
-        return _json(reply)
+        return json_reply(reply)
 
     async def _health(self, request: web.Request) -> web.Response:
         state = self._engine.state
@@ -289,10 +284,6 @@ async def _body(request: web.Request, kind: type[B]) -> B:
     return msgspec.json.decode(await request.read() or b"{}", type=kind)
 
 
-def _json(reply: msgspec.Struct, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(reply), content_type="application/json", status=status)
-
-
 async def _open_stream(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     await response.prepare(request)
@@ -301,22 +292,3 @@ async def _open_stream(request: web.Request) -> web.StreamResponse:
 
 async def _send(response: web.StreamResponse, event: str, data: msgspec.Struct) -> None:
     await response.write(b"event: " + event.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n")
-
-
-def _error_reply(error: Exception) -> ErrorReply:
-    reply = ErrorReply(error=type(error).__name__, message=str(error), retryable=isinstance(error, ClosedError))
-    if isinstance(error, RequestError):
-        reply.retryable, reply.token_ids, reply.versions = error.retryable, error.token_ids, error.versions
-    return reply
-
-
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except (SynclineError, msgspec.MsgspecError) as error:
-        status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
-        headers = {"Retry-After": "1"} if status in (429, 503) else None
-        response = _json(_error_reply(error), status)
-        response.headers.update(headers or {})
-        return response

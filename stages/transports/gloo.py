@@ -242,6 +242,9 @@ class GlooHalf:
             raise TransportError("; ".join(str(error) for error in errors.exceptions)) from errors
 
     async def begin(self, push_id: str, *, timeout_s: float) -> None:
+        if self._posted:  # they would take the bytes of this push for those of the last
+            for communicator in self._communicators.values():
+                _ = communicator.abort()
         self.check()
         for communicator in self._communicators.values():
             communicator.set_deadline(timeout_s)

@@ -18,6 +18,7 @@ import socket
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import torch
@@ -193,9 +194,10 @@ class ShmSender:
     def claim(self, task: SourceTask) -> Signal[Loan]:
         if self._mode != "streamed":
             return self._landing.claim(task)
-        if self._pool is None:
-            raise TransportError("no receiver was ever offered a link: there is no ring yet")
-        signal: Signal[Loan] = self._pool.acquire(task.nbytes)  # type: ignore[assignment]  # a Buffer is a Loan
+        if self._pool is not None:
+            return cast("Signal[Loan]", self._pool.acquire(task.nbytes))
+        signal: Signal[Loan] = Signal()
+        signal.fail(TransportError(f"task {task.index}: there is no ring: no link was offered yet, or the sender is closed"))
         return signal
 
     def send(
@@ -227,8 +229,10 @@ class ShmSender:
         self._strangers.clear()
         if self._pool is not None:
             self._pool.close()
+            self._pool = None
         if self._ring is not None:
             self._ring.close()
+            self._ring = None
         self._landing.close()
 
     # ----------------------------------------------------------------------------------------------------- linking

@@ -381,6 +381,14 @@ def case_loader() -> None:
     assert rows["layers.0.up.weight"] == (4, 3)[dist.get_rank()]
     check(ModuleSource(target), {k: v for k, v in full.items() if k != "cache"}, {"*": 2, **SPLIT})
 
+    movable = ModuleLoader(target, movable=True)
+    manifest = movable.manifest(rank=dist.get_rank(), world_size=2, host="here")
+    movable.rebind([part._replace(tensor=part.tensor * 2) for part in landed])
+    for name, param in target.named_parameters():
+        assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, full[name] * 2), name
+    assert not {buffer.data_ptr() for buffer in movable.buffers()} & set(pointers)
+    assert movable.manifest(rank=dist.get_rank(), world_size=2, host="here") is manifest
+
 
 def case_transformers() -> None:
     """A mixture of experts of transformers under FSDP: canonical names, shapes and content are those of the checkpoint."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -320,3 +323,15 @@ def test_named_box_checks():
     for wrong in ({"start": (5, 0), "size": (4, 4)}, {"size": (4,)}, {"axes": (0, 0)}, {"axes": (0, 2)}):
         with pytest.raises(ValueError, match="w: "):
             named_box("w", (8, 4), **wrong)
+
+
+def test_transformers_is_not_imported_by_importing_adapters():
+    """Neither by making a source: it is asked only about models that are its own."""
+    script = """
+import sys, torch
+import syncline.adapters.trainers, syncline.adapters.engines
+syncline.adapters.trainers.ModuleSource(torch.nn.Linear(2, 2)).manifest()
+print([name for name in sys.modules if name.startswith("transformers")])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

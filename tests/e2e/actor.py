@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -148,8 +149,8 @@ def vitals() -> dict[str, int]:
         "rss": int(status["VmRSS"].split()[0]) * 1024,
         "peak": int(status["VmHWM"].split()[0]) * 1024,
         "anonymous": int(status["RssAnon"].split()[0]) * 1024,
-        "fds": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "fds": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
         "shared_maps": len(shared),
         "tasks": len(asyncio.all_tasks()),
     }
@@ -163,6 +164,9 @@ def print_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def main(role: str, control: socket.socket) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("syncline").setLevel(logging.DEBUG)
+
     async def live() -> None:
         if role == "source":
             from source_actor import SourceActor as Kind

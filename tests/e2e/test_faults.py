@@ -128,8 +128,9 @@ def check(report: dict[str, Any], well: Any, hurt: Any) -> None:
 
 @modes
 @pytest.mark.parametrize("action", ["kill", "stop", "raise"])
-@pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)], ids=["server", "leader", "second-rank"])
-async def test_a_target_fails(cluster, action: str, ranks: int, victim: int, transport: str, landing: str) -> None:
+@pytest.mark.parametrize("who", ["server", "leader", "second rank"])
+async def test_a_target_fails(cluster, action: str, who: str, transport: str, landing: str) -> None:
+    ranks, victim = {"server": (1, 0), "leader": (2, 0), "second rank": (2, 1)}[who]
     source, (well, hurt) = await make(cluster, landing, a=1, b=ranks)
     await cluster.connect(source, [well, hurt], transport=transport, landing=landing, **CONFIG)
     await push_well(cluster, source, [well, hurt], 1)

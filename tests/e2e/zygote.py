@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
@@ -65,7 +66,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent()
     preload()
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked from safely"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked from safely"
     control.send(b'{"ready": true}')
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 2**16, 1)

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from syncline.engine.errors import SynclineError
 from syncline.engine.fence import Fence, Phase
-from syncline.engine.leader_machine import (
+from syncline.engine.leader_events import (
     AbortAsked,
     Answer,
     CompleteAsked,
@@ -23,13 +23,13 @@ from syncline.engine.leader_machine import (
     Drop,
     Grace,
     Joined,
-    LeaderMachine,
     Lost,
     Over,
     PrepareAsked,
     Replied,
     Send,
 )
+from syncline.engine.leader_machine import LeaderMachine
 
 CHUNKS = 2
 GARBAGE = -1

@@ -134,9 +134,9 @@ def test_what_an_extra_lacks_is_said_before_anything_runs(
 ) -> None:
     fake(lambda args: pytest.fail("it was run"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "psutil", None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     assert cli.main(["fake", "run"]) == 2
-    assert "needs matplotlib, psutil, which are not installed: pip install 'syncline[demo]'" in capsys.readouterr().err
+    assert "needs rich, matplotlib, which are not installed: pip install 'syncline[demo]'" in capsys.readouterr().err
 
 
 def test_extras_bring_what_their_commands_need(repository: Path) -> None:

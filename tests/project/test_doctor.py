@@ -67,6 +67,17 @@ def test_what_lacks_is_named_with_its_remedy() -> None:
     assert between.lacks == ("gloo (missing)",)
 
 
+def test_doctor_itself_imports_no_torch(python: Run) -> None:
+    """A torch that cannot be loaded is a finding, not the end of the doctor."""
+    done = python(
+        "from syncline.bench import doctor\n"
+        "names = {need for feature in doctor.FEATURES for need in feature.needs}\n"
+        "doctor.judge({name: doctor.Finding(name=name, state='ok', detail='') for name in names})\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_adapter_that_is_not_built_is_named() -> None:
     feature = doctor.Feature(name="x", needs=(), ours=("syncline.engine.errors", "syncline.adapters.nothing"))
     (verdict,) = doctor.judge({}, [feature])
@@ -78,7 +89,7 @@ def test_exit_code_says_whether_pushes_can_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, code: int
 ) -> None:
     monkeypatch.setattr(doctor, "examine", lambda timeout_s: findings(gloo=state, cuda="missing", vllm="missing"))
-    monkeypatch.setattr(doctor, "find_spec", lambda module: True)
+    monkeypatch.setattr(doctor, "is_built", lambda module: True)
     assert doctor.main(doctor.DoctorArgs()) == code
     assert ("cannot work here" in capsys.readouterr().err) == bool(code)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def test_lint_finds_each_fault(tmp_path: Path, repository: Path, text: str) -> N
 def test_every_ruff_rule_that_is_ignored_has_a_reason(repository: Path) -> None:
     lines = (repository / "pyproject.toml").read_text().splitlines()
     start = lines.index("ignore = [")
-    ignored = lines[start + 1 : lines.index("]", start)]
+    ignored = [line for line in lines[start + 1 : lines.index("[tool.ruff.lint.mccabe]")] if re.match(r'  "[A-Z]+\d*"', line)]
     assert ignored
     assert [line for line in ignored if "#" not in line] == []
 

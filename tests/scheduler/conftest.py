@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from syncline.scheduler.layout import Box, Manifest
+from syncline.scheduler.dtypes import ITEMSIZE
+from syncline.scheduler.layout import Box, Buffer, Manifest, Piece, Tensor, row_major
 from syncline.scheduler.plan import Plan
-from syncline.scheduler.programs import Copy, Message, Region, SourceTask, TargetProgram
+from syncline.scheduler.programs import Message, Region, SourceTask, TargetProgram
 
 NUMPY = {
     "float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int64": np.int64,
@@ -41,8 +42,8 @@ def elements(memory: np.ndarray, region: Region | tuple) -> np.ndarray:
     size = kind.itemsize
     if np.prod(shape, dtype=np.int64):
         last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        assert 0 <= offset and (last + 1) * size <= len(memory), f"{region} is beyond {len(memory)} bytes"
-    assert len(memory) % size == 0 or True
+        assert offset >= 0
+        assert (last + 1) * size <= len(memory), f"{region} is beyond {len(memory)} bytes"
     flat = memory[offset * size :]
     flat = flat[: len(flat) // size * size].view(kind)
     return np.lib.stride_tricks.as_strided(flat, shape, tuple(s * size for s in strides))
@@ -105,7 +106,8 @@ class World:
             for _, rank, task in members:
                 for message in task.sends:
                     key = (rank, task.owner, message.tag)
-                    assert key not in wire and message.peer == task.owner
+                    assert key not in wire
+                    assert message.peer == task.owner
                     wire[key] = self._pack(rank, message)
                     self.sent[rank] += message.nbytes
             (owner, task), *more = [(rank, task) for _, rank, task in members if rank == task.owner]
@@ -154,7 +156,8 @@ class World:
             assert segment.offset % 256 == 0
             assert not inside[segment.offset : segment.offset + segment.nbytes].any()
             inside[segment.offset : segment.offset + segment.nbytes] = True
-        assert ((counts == 1) == inside).all() and counts.max(initial=0) <= 1
+        assert counts.max(initial=0) <= 1
+        assert ((counts == 1) == inside).all()
         return bucket
 
     def _land(self, key: tuple[int, int], program: TargetProgram) -> None:
@@ -167,7 +170,7 @@ class World:
                 values = data.view(NUMPY[segment.dtype]).reshape(segment.box.shape)
                 assert len(landing.dests) == len(landing.pieces) >= 1
                 for dest in dict.fromkeys(landing.dests):
-                    assert dest.dtype == segment.dtype and dest.shape == segment.box.shape
+                    assert (dest.dtype, dest.shape) == (segment.dtype, segment.box.shape)
                     write(rank.memory[dest.buffer], self.written[key][dest.buffer], dest, values)
 
     def digest(self, key: tuple[int, int]) -> int:
@@ -192,7 +195,9 @@ def elsize(region: Region) -> int:
     return np.dtype(NUMPY[region.dtype]).itemsize
 
 
-def expected_buffers(manifest: Manifest, contents: dict[str, np.ndarray], skip: frozenset[str] = frozenset()) -> list[np.ndarray]:
+def expected_buffers(
+    manifest: Manifest, contents: dict[str, np.ndarray], skip: frozenset[str] = frozenset()
+) -> list[np.ndarray]:
     """A target rank's buffers after a push, by plain assignment from whole tensors."""
     rank = Rank.poisoned(manifest)
     for piece in manifest.pieces:
@@ -211,7 +216,7 @@ def reference_digest(items: list[tuple[str, str, Box, np.ndarray]], leaf_bytes: 
     total = 0
     for name, dtype, box, values in items:
         start, shape = ",".join(map(str, box.start)), ",".join(map(str, box.shape))
-        uid = xxhash.xxh3_64_intdigest(f"{name}|{dtype}|{start}|{shape}")
+        uid = xxhash.xxh3_64_intdigest(f"{name}|{dtype}|{start}|{shape}".encode())
         size = values.dtype.itemsize
         rows = values.reshape(values.shape or (1,))
         axis = 0
@@ -228,6 +233,40 @@ def reference_digest(items: list[tuple[str, str, Box, np.ndarray]], leaf_bytes: 
     return total % 2**128
 
 
+def manifest(rank: int = 0, world_size: int = 1, *, host: str = "here", **parts) -> Manifest:
+    """A rank that holds tensors, each piece contiguous in a buffer of its own.
+
+    Args:
+        parts: ``tensors`` is name -> (shape, dtype), or (shape, dtype, group), or (shape, dtype, group, boxes): whole unless
+            boxes say else. The rest goes to the manifest; ``device`` and ``kind`` to all buffers.
+    """
+    device, kind = parts.pop("device", "cpu"), parts.pop("kind", "memory")
+    tensors, pieces, buffers = [], [], []
+    for name, facts in parts.pop("tensors").items():
+        shape, dtype, group, boxes = (*facts, *(0, [Box.whole(facts[0])])[len(facts) - 2 :])
+        tensors.append(Tensor(name=name, shape=shape, dtype=dtype, group=group))
+        for box in boxes:
+            nbytes = box.volume * ITEMSIZE.get(dtype, 1)
+            place = {"tensor": len(tensors) - 1, "buffer": len(buffers), "offset": 0, "strides": row_major(box.shape)}
+            pieces.append(Piece(box=box, dtype=dtype, **place))
+            buffers.append(Buffer(name=f"{name}[{len(buffers)}]", nbytes=nbytes, device=device, kind=kind))
+    return Manifest(rank=rank, world_size=world_size, host=host, tensors=tensors, pieces=pieces, buffers=buffers, **parts)
+
+
+def row_shards(tensors: dict, world_size: int, *, replicas: int = 1, hosts: int = 1, **parts) -> list[Manifest]:
+    """Ranks that hold rows of every tensor (uneven as ``torch.chunk`` cuts), the whole ``replicas`` times over."""
+    shards, rows = world_size // replicas, []
+    for rank in range(world_size):
+        held = {}
+        for name, (shape, dtype, *group) in tensors.items():
+            block = -(-shape[0] // shards)
+            start = min(block * (rank % shards), shape[0])
+            box = Box(start=(start, *(0,) * (len(shape) - 1)), shape=(min(block, shape[0] - start), *shape[1:]))
+            held[name] = (shape, dtype, *(group or [0]), [box] if box.volume else [])
+        rows.append(manifest(rank, world_size, host=f"host{rank * hosts // world_size}", tensors=held, **parts))
+    return rows
+
+
 @dataclass(frozen=True)
 class Simulator:
     """What tests of plans use."""
@@ -237,6 +276,8 @@ class Simulator:
     content = staticmethod(content)
     expected_buffers = staticmethod(expected_buffers)
     reference_digest = staticmethod(reference_digest)
+    manifest = staticmethod(manifest)
+    row_shards = staticmethod(row_shards)
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,11 @@ import torch
 
 from syncline.adapters.engines.byte_tokenizer import ByteTokenizer
 from syncline.adapters.engines.generation import GenerationEngine
+from syncline.adapters.engines.http_errors import secret_guard
 from syncline.adapters.engines.replay import Replayer
 from syncline.adapters.engines.requests import Span
 from syncline.adapters.engines.server import GenerationServer
+from syncline.engine.auth import NONCE, Signer
 from syncline.engine.errors import ClosedError, ConfigError
 
 
@@ -23,9 +25,9 @@ async def serve(tiny):
     """``await serve(...)``: an engine and a client session whose base is the server in front of it."""
     stack = []
 
-    async def start(model=None, *, tokenizer=None, receiver=None, version=1, **options):
+    async def start(model=None, *, tokenizer=None, receiver=None, guard=None, version=1, **options):
         engine = GenerationEngine(model or tiny(), version=version, eos_ids=(), **options)
-        server = GenerationServer(engine, tokenizer, receiver=receiver)
+        server = GenerationServer(engine, tokenizer, receiver=receiver, guard=guard)
         await engine.start()
         await server.start()
         client = aiohttp.ClientSession(server.url)
@@ -273,6 +275,30 @@ async def test_eight_clients_during_twenty_updates(serve, tiny, weights_of, swap
     assert [report.problem for report in reports if not report.ok] == []
     assert len(answers) >= 80
     assert sum(len(answer["versions"]) > 1 for _, answer in answers) >= 15
+
+
+async def test_with_a_secret_every_call_and_every_answer_is_signed(serve):
+    _, client = await serve(guard=secret_guard("open sesame"))
+    body = json.dumps({"prompt_ids": [9], "max_new_tokens": 2}).encode()
+    signer = Signer("open sesame")
+    headers = signer.sign("POST", "/generate", body)
+    async with client.post("/generate", data=body, headers=headers) as response:
+        assert response.status == 200
+        signer.check_reply(headers[NONCE], 200, response.headers, await response.read())
+    for wrong in ({}, headers, Signer("sesame").sign("POST", "/generate", body), signer.sign("POST", "/logits", body)):
+        async with client.post("/generate", data=body, headers=wrong) as response:
+            assert (response.status, (await response.json())["error"]) == (401, "AuthError")
+    headers = signer.sign("GET", "/version", b"")
+    async with client.get("/version", headers=headers) as response:
+        assert response.status == 200
+
+
+async def test_a_port_in_use_is_said(tiny):
+    engine = GenerationEngine(tiny())
+    async with GenerationServer(engine, None) as first:
+        port = int(first.url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await GenerationServer(engine, None, port=port).start()
 
 
 async def test_beyond_loopback_needs_a_secret(tiny):

@@ -1,0 +1,348 @@
+"""How a push lands on one rank of a target, in each landing mode, over any transport's receiving half.
+
+=========== ============================================ =========================================================
+mode        while data comes (`LandingPath.receive_all`) at commit, under pause (`LandingPath.commit`)
+=========== ============================================ =========================================================
+streamed    each bucket into live parameters, several at derived content
+            once; digest read back from there
+staged      digest of landing memory                     landing memory into live parameters; derived content
+mapped      digest of landing memory                     parameters pointed at landing memory; derived content
+=========== ============================================ =========================================================
+
+Loaders that expose no live memory get every part through `Loader.install`; then the digest is that of the landed copy.
+
+Copies and digests run on worker threads, calls of the loader on a thread of its own, one at a time. Work that runs on a
+thread cannot be cancelled: after a failure `settled` says whether any is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from syncline.scheduler.layout import Manifest
+from syncline.scheduler.programs import TargetProgram, TargetTask
+from syncline.stages.assembly import LandingCopies
+from syncline.stages.completions import Signal
+from syncline.stages.copies import torch_dtype
+from syncline.stages.digest import add_digests, digest_bucket
+from syncline.stages.transports.base import Lease, ReceivingHalf
+from syncline.stages.workers import Workers
+
+from .errors import PlanError, SynclineError
+from .loader import Landed
+from .loader_thread import LoaderThread, ended
+from .messages import Landing
+from .placement import WholePiece, balanced, parts_of, whole_pieces
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """What has landed: digest over all of it (None where digests are off), and the number of buckets."""
+
+    digest: int | None
+    buckets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """What a path is made of.
+
+    Attributes:
+        program: what this rank takes; checked against ``manifest``.
+        manifest: of this rank's loader.
+        half: receiving half, linked by the path.
+        loader: the loader's thread.
+        workers: threads that copy and digest.
+        verify: compute digests.
+    """
+
+    program: TargetProgram
+    manifest: Manifest
+    half: ReceivingHalf
+    loader: LoaderThread
+    workers: Workers
+    verify: bool
+
+
+class LandingPath(Protocol):
+    """One landing mode on one rank, linked up; used push after push."""
+
+    @property
+    def landing_bytes(self) -> int:
+        """Spare memory of this process that it holds for landing."""
+        ...
+
+    async def begin(self, push_id: str, timeout_s: float) -> None:
+        """Get ready to receive a push."""
+        ...
+
+    async def receive_all(self, version: int, writing: Callable[[], None]) -> Received:
+        """Take every bucket, in plan order. ``writing`` is called before the first byte reaches live parameters."""
+        ...
+
+    async def commit(self, version: int) -> None:
+        """Make what was received live. Under pause, after everything has been verified."""
+        ...
+
+    async def end(self, *, committed: bool) -> None:
+        """The push is over."""
+        ...
+
+    async def settled(self) -> None:
+        """Wait until no thread works for this path any more."""
+        ...
+
+    def take_lease(self) -> Lease | None:
+        """What keeps live parameters valid (``mapped``, after `commit`); to be released after the next commit."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def make_path(landing: Landing, route: Route, buffers: Sequence[torch.Tensor] | None) -> LandingPath:
+    """The path for a landing mode. ``buffers`` as from `Loader.buffers`. Raises `PlanError` if the mode cannot be had."""
+    if landing == "streamed":
+        return Streamed(route, buffers)
+    if landing == "staged":
+        return Staged(route, buffers)
+    return Mapped(route)
+
+
+class _Path:
+    """What the modes share."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._half = route.half
+        self._jobs: set[Signal[Any]] = set()
+
+    @property
+    def landing_bytes(self) -> int:
+        return self._half.landing_bytes
+
+    async def begin(self, push_id: str, timeout_s: float) -> None:
+        await self._half.begin(push_id, timeout_s=timeout_s)
+
+    async def end(self, *, committed: bool) -> None:
+        await self._half.end(committed)
+
+    async def settled(self) -> None:
+        while self._jobs:
+            await ended(next(iter(self._jobs)))
+        await self._route.loader.until_idle()
+
+    def take_lease(self) -> Lease | None:
+        return None
+
+    async def close(self) -> None:
+        await self._half.close()
+
+    def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Signal[T]:
+        signal = self._route.workers.submit(function, *args, **kwargs)
+        self._jobs.add(signal)
+        signal.subscribe(lambda: self._jobs.discard(signal))
+        return signal
+
+    async def _each_bucket(
+        self, work: Callable[[TargetTask, torch.Tensor], Signal[int]], before: Callable[[], Awaitable[None]] | None = None
+    ) -> Received:
+        """Run ``work`` on every bucket in plan order, as many side by side as there are workers; adds the digests up.
+
+        ``before`` runs once the first bucket is there. After a failure of ours the rest is taken and thrown away: a source
+        that could not get rid of it would see a broken target where there is an error to be told.
+        """
+        running: deque[tuple[TargetTask, Signal[int]]] = deque()
+        parts: list[int] = []
+        failures: list[Exception] = []
+
+        async def retire() -> None:
+            task, signal = running.popleft()
+            await ended(signal)
+            self._half.release(task)  # raises if the bucket may have been torn meanwhile
+            if isinstance(signal.error, Exception):
+                failures.append(signal.error)
+            else:
+                parts.append(signal.result)
+
+        for task in self._route.program.tasks:
+            bucket = await self._half.receive(task)
+            if failures:
+                self._half.release(task)
+                continue
+            if before is not None:
+                try:
+                    await before()
+                except SynclineError as error:
+                    failures.append(error)
+                    self._half.release(task)
+                    continue
+                before = None
+            running.append((task, work(task, bucket)))
+            while len(running) >= self._route.workers.count:
+                await retire()
+        while running:
+            await retire()
+        if failures:
+            raise failures[0]
+        self._half.check()
+        return Received(digest=add_digests(parts) if self._route.verify else None, buckets=len(parts))
+
+    def _digest(self, task: TargetTask, bucket: torch.Tensor) -> int:
+        return digest_bucket(bucket, (landing.segment for landing in task.landings)) if self._route.verify else 0
+
+    async def _loaded(self, load: Callable[[], Awaitable[Any]], version: int) -> None:
+        """``begin``, the loading itself, ``finish``."""
+        loader = self._route.loader
+        await loader.call(loader.loader.begin, version)
+        await load()
+        await loader.call(loader.loader.finish, version)
+
+
+class Streamed(_Path):
+    """Implements `LandingPath`: no spare memory, live parameters change while data comes."""
+
+    def __init__(self, route: Route, buffers: Sequence[torch.Tensor] | None) -> None:
+        super().__init__(route)
+        self._copies = None if buffers is None else {task.index: LandingCopies(task, buffers) for task in route.program.tasks}
+        self._begun = False
+
+    async def begin(self, push_id: str, timeout_s: float) -> None:
+        self._begun = False
+        await super().begin(push_id, timeout_s)
+
+    async def receive_all(self, version: int, writing: Callable[[], None]) -> Received:
+        async def before() -> None:
+            writing()
+            await self._begin_loading(version)
+
+        return await self._each_bucket(self._install if self._copies is None else self._write, before)
+
+    async def commit(self, version: int) -> None:
+        if not self._begun:  # nothing had to be written
+            await self._begin_loading(version)
+        loader = self._route.loader
+        await loader.call(loader.loader.finish, version)
+
+    async def _begin_loading(self, version: int) -> None:
+        self._begun = True
+        await self._route.loader.call(self._route.loader.loader.begin, version)
+
+    def _write(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
+        assert self._copies is not None
+        return self._submit(self._write_one, self._copies[task.index], bucket)
+
+    def _write_one(self, copies: LandingCopies, bucket: torch.Tensor) -> int:
+        if self._route.verify:
+            return copies.run_and_digest(bucket)
+        copies.run(bucket)
+        return 0
+
+    def _install(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
+        return self._route.loader.call(self._install_one, task, bucket)
+
+    def _install_one(self, task: TargetTask, bucket: torch.Tensor) -> int:
+        digest = self._digest(task, bucket)
+        self._route.loader.loader.install(parts_of(task, bucket))
+        return digest
+
+
+class _Landed(_Path):
+    """Implements the receiving side of ``staged`` and ``mapped``: a whole push stays in landing memory until commit."""
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
+        self._buckets: dict[int, torch.Tensor] = {}
+
+    async def begin(self, push_id: str, timeout_s: float) -> None:
+        self._buckets = {}
+        await super().begin(push_id, timeout_s)
+
+    async def receive_all(self, version: int, writing: Callable[[], None]) -> Received:
+        return await self._each_bucket(self._keep)
+
+    async def end(self, *, committed: bool) -> None:
+        self._buckets = {}
+        await super().end(committed=committed)
+
+    def _keep(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
+        self._buckets[task.index] = bucket
+        return self._submit(self._digest, task, bucket)
+
+
+class Staged(_Landed):
+    """Implements `LandingPath`: copied into live parameters at commit; their addresses never change."""
+
+    def __init__(self, route: Route, buffers: Sequence[torch.Tensor] | None) -> None:
+        super().__init__(route)
+        self._copies = None if buffers is None else {task.index: LandingCopies(task, buffers) for task in route.program.tasks}
+
+    async def commit(self, version: int) -> None:
+        await self._loaded(self._install if self._copies is None else self._copy, version)
+
+    async def _copy(self) -> None:
+        shares = balanced(self._route.program.tasks, self._route.workers.count)
+        for signal in [self._submit(self._copy_share, share) for share in shares]:
+            await signal
+
+    def _copy_share(self, tasks: Iterable[TargetTask]) -> None:
+        assert self._copies is not None
+        for task in tasks:
+            self._copies[task.index].run(self._buckets[task.index])
+
+    async def _install(self) -> None:
+        for task in self._route.program.tasks:
+            await self._route.loader.call(self._install_one, task, self._buckets[task.index])
+
+    def _install_one(self, task: TargetTask, bucket: torch.Tensor) -> None:
+        self._route.loader.loader.install(parts_of(task, bucket))
+
+
+class Mapped(_Landed):
+    """Implements `LandingPath`: parameters are pointed at landing memory at commit.
+
+    Raises:
+        PlanError: the loader's parameters may not move, the transport has no memory to share, or the plan scatters a piece.
+    """
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
+        problems = []
+        if not route.manifest.movable:
+            problems.append("landing 'mapped' needs a loader whose parameters may move (for example movable=True)")
+        if not route.half.persistent:
+            problems.append("landing 'mapped' needs a transport with landing memory, such as shared memory")
+        self._pieces = whole_pieces(route.program, route.manifest, problems)
+        if problems:
+            raise PlanError(problems)
+        self._lease: Lease | None = None
+
+    async def commit(self, version: int) -> None:
+        await self._loaded(self._rebind, version)
+
+    def take_lease(self) -> Lease | None:
+        lease, self._lease = self._lease, None
+        return lease
+
+    async def _rebind(self) -> None:
+        self._lease = self._half.take_lease()
+        await self._route.loader.call(self._rebind_all)
+
+    def _rebind_all(self) -> None:
+        self._route.loader.loader.rebind([self._landed(piece) for piece in self._pieces])
+
+    def _landed(self, whole: WholePiece) -> Landed:
+        piece = self._route.manifest.pieces[whole.piece]
+        shape, dtype = piece.box.shape, torch_dtype(whole.dtype)
+        if whole.first is None:
+            return Landed(whole.piece, piece.box, torch.empty(shape, dtype=dtype))
+        start = self._half.offset_of(whole.first)
+        memory = self._half.space(whole.owner)[start : start + whole.nbytes]
+        return Landed(whole.piece, piece.box, memory.view(dtype).view(shape))

@@ -1,0 +1,186 @@
+"""Receivers for tests: in this process over a transport in memory, or in processes of their own over shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+RIG = Path(__file__).with_name("rig.py")
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("syncline_tests_rig", RIG)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def rig():
+    """The module with `ToyLoader`, `ToySource` and the reference."""
+    return sys.modules.get("syncline_tests_rig") or _load()
+
+
+@pytest.fixture
+def run_dir():
+    """A directory with a short path, for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        yield Path(home)
+
+
+class Target:
+    """All ranks of one target in this process, with a toy source linked to them."""
+
+    def __init__(self, rig, home, world, landing, options):
+        self.rig, self.home, self.world, self.landing = rig, home, world, landing
+        self.options = options
+        self.halves = rig.Halves()
+        self.loaders = []
+        self.receivers = []
+        self.source = None
+
+    async def start(self, *, movable=False, expose=True, version=None, verify=True):
+        for rank in range(self.world):
+            loader = self.rig.ToyLoader(rank=rank, world=self.world, movable=movable, expose=expose, version=version)
+            self.loaders.append(loader)
+            self.receivers.append(self.make(rank, loader, version))
+            await self.receivers[-1].start()
+        async with asyncio.timeout(self.rig.PATIENCE_S):
+            for receiver in self.receivers:
+                await receiver.joined()
+        self.source = self.rig.ToySource(self.leader.address, landing=self.landing, verify=verify)
+        await until(self.is_ready)
+        await self.source.connect()
+        return self
+
+    def make(self, rank, loader, version):
+        return self.rig.Receiver(
+            loader, f"unix:{self.home}/{rank}.sock", rank=rank, world_size=self.world,
+            leader=None if rank == 0 else self.receivers[0].address, initial_version=version, half_factory=self.halves,
+            heartbeat_s=0.2, patience_s=5.0, **self.options,
+        )  # fmt: skip
+
+    @property
+    def leader(self):
+        return self.receivers[0]
+
+    async def is_ready(self):
+        return (await self.source.client.status()).ready
+
+    def deliver(self, version, *, ranks=None):
+        for rank in range(self.world) if ranks is None else ranks:
+            self.halves.of[rank].deliver_all(version)
+
+    async def push(self, version):
+        """A whole push that has to succeed."""
+        reply = await self.source.prepare(version)
+        assert reply.status == "ready", reply
+        self.deliver(version)
+        result = await self.source.complete(version)
+        assert result.success, result
+        return result
+
+    def states(self):
+        return [(receiver.state, receiver.serving_version) for receiver in self.receivers]
+
+    def hold(self, version):
+        return all(loader.holds(version) for loader in self.loaders)
+
+    async def close(self):
+        if self.source is not None:
+            await self.source.close()
+        for receiver in reversed(self.receivers):
+            await receiver.close()
+
+
+async def until(predicate, patience_s=30.0):
+    """Poll an async predicate."""
+    async with asyncio.timeout(patience_s):
+        while not await predicate():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(name="until")
+def _until():
+    return until
+
+
+@pytest.fixture
+async def targets(rig, run_dir):
+    """Makes targets in this process: ``await targets(world=2, landing="staged")``."""
+    made = []
+
+    async def make(*, world=1, landing="staged", movable=None, expose=True, version=None, verify=True, **options):
+        target = Target(rig, run_dir / str(len(made)), world, landing, options)
+        made.append(target)
+        movable = landing == "mapped" if movable is None else movable
+        return await target.start(movable=movable, expose=expose, version=version, verify=verify)
+
+    yield make
+    for target in made:
+        await target.close()
+
+
+class RankProcess:
+    """One rank in a process of its own."""
+
+    def __init__(self, process):
+        self.process = process
+        self.address = ""
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    async def ask(self, *command):
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        await self.process.stdin.drain()
+        return json.loads(await self._line())
+
+    async def _line(self):
+        async with asyncio.timeout(60):
+            return await self.process.stdout.readline()
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    async def end(self, *, kill=True):
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGCONT)
+                if kill:
+                    self.process.kill()
+                else:
+                    self.process.stdin.close()
+        async with asyncio.timeout(30):
+            await self.process.wait()
+
+
+@pytest.fixture
+async def processes(rig):
+    """Starts ranks in processes of their own: ``await processes(rank=0, world=2, listen=…, leader=…)``."""
+    made = []
+
+    async def start(**options):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(RIG), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        rank = RankProcess(process)
+        made.append(rank)
+        process.stdin.write(json.dumps(options).encode() + b"\n")
+        rank.address = json.loads(await rank._line())
+        return rank
+
+    yield start
+    for rank in made:
+        await rank.end()
