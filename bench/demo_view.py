@@ -73,7 +73,7 @@ class DemoView:
 
     def _show(self, line: str) -> None:
         if self._live is None:
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
             self._live.update(self._render())
 
@@ -127,6 +127,6 @@ class DemoView:
             table.add_row(name, value)
         self.console.print(table)
         for failure in failures:
-            self.console.print(f"not complete: {failure}", style="yellow", highlight=False)
+            self.console.print(f"not complete: {failure}", style="yellow", highlight=False, markup=False)
         verdict = "every answer is what its version gives" if proof.ok else "THE PROOF FAILED"
         self.console.print(verdict, style="bold green" if proof.ok else "bold red")

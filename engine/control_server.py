@@ -196,12 +196,11 @@ class ControlServer:
             log.error("%s failed", request.path, exc_info=error)
         reply = ErrorReply.of(error)
         message = f"{reply.message}\n{reply.traceback}" if reply.traceback else reply.message
-        status = 400 if isinstance(error, ProtocolError) else 200
         match _name(request):
             case "prepare_weights_update":
-                return _json(PrepareReply(status="error", message=message, error=reply.error), status)
+                return _json(PrepareReply(status="error", message=message, error=reply.error))
             case "complete_weights_update":
-                return _json(CompleteReply(success=False, message=message, error=reply.error), status)
+                return _json(CompleteReply(success=False, message=message, error=reply.error))
             case _:
                 return _failed(error)
 

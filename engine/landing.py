@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -159,37 +160,43 @@ class _Path:
         ``before`` runs once the first bucket is there. After a failure of ours the rest is taken and thrown away: a source
         that could not get rid of it would see a broken target where there is an error to be told.
         """
-        running: deque[tuple[TargetTask, Signal[int]]] = deque()
+        running: deque[Signal[None]] = deque()
         parts: list[int] = []
         failures: list[Exception] = []
+        over = False
 
-        async def retire() -> None:
-            task, signal = running.popleft()
-            await ended(signal)
-            self._half.release(task)  # raises if the bucket may have been torn meanwhile
-            if isinstance(signal.error, Exception):
-                failures.append(signal.error)
-            else:
+        def retire(task: TargetTask, signal: Signal[int], retired: Signal[None]) -> None:
+            # At once, not when the next bucket comes: the source may wait for this one before it sends that.
+            if over:
+                return
+            try:
+                self._half.release(task)  # raises if the bucket may have been torn meanwhile
                 parts.append(signal.result)
+            except Exception as error:  # noqa: BLE001 - raised when all buckets have been taken
+                failures.append(error)
+            retired.set()
 
-        for task in self._route.program.tasks:
-            bucket = await self._half.receive(task)
-            if failures:
-                self._half.release(task)
-                continue
-            if before is not None:
-                try:
-                    await before()
-                except SynclineError as error:
-                    failures.append(error)
+        try:
+            for task in self._route.program.tasks:
+                bucket = await self._half.receive(task)
+                if before is not None and not failures:
+                    try:
+                        await before()
+                    except SynclineError as error:
+                        failures.append(error)
+                    before = None
+                if failures:
                     self._half.release(task)
                     continue
-                before = None
-            running.append((task, work(task, bucket)))
-            while len(running) >= self._route.workers.count:
-                await retire()
-        while running:
-            await retire()
+                signal, retired = work(task, bucket), Signal[None]()
+                signal.subscribe(partial(retire, task, signal, retired))
+                running.append(retired)
+                while len(running) >= self._route.workers.count:
+                    await running.popleft()
+            while running:
+                await running.popleft()
+        finally:
+            over = True
         if failures:
             raise failures[0]
         self._half.check()

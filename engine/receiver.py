@@ -164,7 +164,7 @@ class Receiver:
         """``COMMITTED``, ``UPDATING`` or ``FENCED``; on the leader that of the whole target."""
         if self._rank is None:
             return "FENCED"
-        return self._rank.fence.state if self._leader is None else self._leader.state
+        return self._rank.fence.state if self._leader is None or self._closed else self._leader.state
 
     @property
     def version(self) -> int | None:

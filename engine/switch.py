@@ -29,18 +29,21 @@ class Switch:
         self._serving = None if serving is gate else serving
         self.touched = False
         """A pause was begun and has not been undone by `resume`."""
-        self._fenced = False
+        self._fenced = self._paused = False
 
     async def pause(self, in_flight: InFlight) -> None:
         """Returns once no forward pass runs and none will start. May be cancelled; then `resume` or `fence` has to follow."""
+        if self._paused:
+            return
         self.touched, self._fenced = True, False
         if self._serving is not None:
             await self._ask("pause", self._serving.pause(in_flight))
         await self.gate.pause(in_flight)
+        self._paused = True
 
     async def resume(self, version: int) -> None:
         """Let forward passes run, on ``version``."""
-        self._fenced = False
+        self._fenced = self._paused = False
         await self.gate.resume(version)
         if self._serving is not None:
             await self._bounded("resume", self._serving.resume(version))
@@ -48,6 +51,7 @@ class Switch:
 
     async def fence(self, reason: str) -> None:
         """Let no forward pass run until the next `resume`."""
+        self._paused = False
         await self.gate.fence(reason)
         if self._fenced:
             return  # the engine knows

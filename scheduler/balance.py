@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from .columns import Ints
-from .patterns import Fragments, Patterns
+from .patterns import PACK_ALIGN, Fragments, Patterns
+from .programs import ALIGN
 from .regions import Mask
 
 
@@ -39,7 +40,7 @@ def contributors(holder_sets: Sequence[tuple[int, ...]], host: Ints) -> Ints:
     return table
 
 
-def choose_owners(patterns: Patterns, job: Ints, instances: Ints, contributor: Ints) -> tuple[Ints, Ints]:
+def choose_owners(patterns: Patterns, job: Ints, instances: Ints, contributor: Ints) -> Ints:
     """An owner for every job of every tensor.
 
     Args:
@@ -48,14 +49,14 @@ def choose_owners(patterns: Patterns, job: Ints, instances: Ints, contributor: I
         contributor: see `contributors`.
 
     Returns:
-        Owner of each instance, and bytes sent by each rank.
+        Owner of each instance.
     """
     if not len(instances):
-        return instances, np.zeros(contributor.shape[1], np.int64)
+        return instances
     units, items = patterns.units, patterns.items
     audience = np.array([len(receivers) for receivers in patterns.audiences], np.int64)
     first_unit, fragments = job[:-1], patterns.fragment_first[job].tolist()
-    sent = np.add.reduceat(units.nbytes, first_unit) * audience[items.audience[units.item[first_unit]]]
+    sent = np.add.reduceat(_room(units.nbytes, ALIGN), first_unit) * audience[items.audience[units.item[first_unit]]]
     order = np.lexsort((instances, -sent[instances]))
     kinds = instances[order]
     starts = np.flatnonzero(np.diff(kinds, prepend=-1)).tolist()
@@ -76,7 +77,12 @@ def choose_owners(patterns: Patterns, job: Ints, instances: Ints, contributor: I
             owners = work.give(load, stop - given, cap)
             owner[order[given : given + len(owners)]] = owners
             given += len(owners)
-    return owner, load
+    return owner
+
+
+def _room(nbytes: Ints, align: int) -> Ints:
+    """Bytes with the padding that they travel with."""
+    return -(-nbytes // align) * align
 
 
 class _Job:
@@ -89,7 +95,7 @@ class _Job:
 
     def __init__(self, fragments: Fragments, rows: slice, sent: int, contributor: Ints, holding: Mask) -> None:
         self._sets, inverse = np.unique(fragments.holders[rows], return_inverse=True)
-        self._nbytes = np.bincount(inverse.reshape(-1), fragments.nbytes[rows]).astype(np.int64)
+        self._nbytes = np.bincount(inverse.reshape(-1), _room(fragments.nbytes[rows], PACK_ALIGN)).astype(np.int64)
         self._contributor, self._sent = contributor, sent
         holders = holding[self._sets]
         self.duty = (self._nbytes // holders.sum(axis=1)) @ holders

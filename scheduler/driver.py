@@ -270,6 +270,9 @@ class Driver:
         return schedule
 
     async def _until_end(self, run: _Run, event: PushStarted) -> FinishPush | FailPush:
+        for early in run.early:
+            if isinstance(early, Cancelled):
+                raise early.error or PushCancelled(f"push {run.push_id} was called off before it started: {early.reason}")
         # The group never sees an exception of its own: stages and votes end as events, and the outcome is a value. So what
         # leaves it is a cancellation from outside, bare, and no group of exceptions.
         async with asyncio.TaskGroup() as scope:

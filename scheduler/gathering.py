@@ -8,10 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .columns import Ints
-from .geometry import PACK_ALIGN
 from .options import PlanOptions
 from .packing import Segments, Tasks
-from .patterns import Patterns
+from .patterns import PACK_ALIGN, Patterns
 from .problems import Problems, listed
 from .regions import Mask, expand
 from .sides import Sides

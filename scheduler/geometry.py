@@ -15,7 +15,7 @@ from .columns import Ints, ints
 from .leaves import leaf_grid, split
 from .naming import Canonical
 from .options import PlanOptions
-from .patterns import Fragments, Holds, Interner, Items, Patterns, Units, Wants, first_of, groups, stacked
+from .patterns import PACK_ALIGN, Fragments, Holds, Interner, Items, Patterns, Units, Wants, first_of, groups, stacked
 from .problems import Problems, listed
 from .regions import Cells, Mask, Pairs, expand, join, partition, row_steps, subtract, volumes
 from .rows import SIZES, Held, Rows
@@ -24,9 +24,6 @@ from .views import contiguous
 
 DIRECT_NBYTES = 64 * 1024
 """From this size on a contiguous fragment travels without being packed."""
-PACK_ALIGN = 16
-"""Alignment in bytes of fragments within a packed message; at least the largest element."""
-
 _SIZES = np.array(SIZES)
 
 
@@ -172,8 +169,8 @@ class _Surveyor:
         if cost == 0:
             return options.bucket_bytes
         room = options.max_tmp_bytes // options.min_tasks_in_flight
-        fragments = 1 + gathered * min(1.0, room / cost / nbytes)
-        return min(options.bucket_bytes, int((room - PACK_ALIGN * fragments) / cost))
+        padding = PACK_ALIGN * (1 + int(gathered * min(1.0, room / cost / nbytes)))
+        return min(options.bucket_bytes, int(min(room, options.max_tmp_bytes - padding) / cost))
 
 
 def _may_cut(holder: Holder, options: PlanOptions) -> bool:

@@ -87,7 +87,7 @@ class Layout:
     def to_bytes(self) -> bytes:
         """One msgpack document; columns are raw little-endian bytes, each in its narrowest type."""
         wire = _LayoutWire(
-            tensors=encode(self.tensors),
+            tensors=msgspec.msgpack.encode(encode(self.tensors)),
             pieces=encode(self.pieces),
             buffers=encode(self.buffers),
             aliases=sorted(self.aliases.items()),
@@ -98,11 +98,21 @@ class Layout:
         return msgspec.msgpack.encode(wire)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Layout:
-        """The inverse of `to_bytes`. Raises `ValueError` for anything that `to_bytes` does not write."""
+    def from_bytes(cls, data: bytes, *, tables: MutableMapping[str, TensorTable] | None = None) -> Layout:
+        """The inverse of `to_bytes`. Raises `ValueError` for anything that `to_bytes` does not write.
+
+        Args:
+            tables: tensor tables by digest, shared by the layouts that are decoded with the same mapping.
+        """
         wire = _decode(data, _LayoutWire)
+        digest = xxhash.xxh3_128_hexdigest(wire.tensors)
+        table = None if tables is None else tables.get(digest)
+        if table is None:
+            table = decode(TensorTable, _decode(wire.tensors, TableWire))
+        if tables is not None:
+            tables[digest] = table
         return cls(
-            tensors=decode(TensorTable, wire.tensors),
+            tensors=table,
             pieces=decode(PieceTable, wire.pieces),
             buffers=decode(BufferTable, wire.buffers),
             aliases=dict(wire.aliases),
@@ -222,27 +232,31 @@ class Manifest:
         return msgspec.msgpack.encode(wire)
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, known: MutableMapping[str, Layout] | None = None) -> Manifest:
-        """The inverse of `to_bytes`. Raises `ValueError` for anything that `to_bytes` does not write.
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """The inverse of `to_bytes`. Raises `ValueError` for anything that `to_bytes` does not write."""
+        return cls.all_from_bytes([data])[0]
 
-        Args:
-            known: layouts by digest. Manifests that are decoded with the same mapping share equal layouts.
-        """
-        wire = _decode(data, _ManifestWire)
-        digest = xxhash.xxh3_128_hexdigest(wire.layout)
-        layout = None if known is None else known.get(digest)
-        if layout is None:
-            layout = Layout.from_bytes(wire.layout)
-            if known is not None:
-                known[digest] = layout
-        return cls(rank=wire.rank, world_size=wire.world_size, host=wire.host, fingerprint=wire.fingerprint, layout=layout)
+    @classmethod
+    def all_from_bytes(cls, many: Iterable[bytes]) -> list[Manifest]:
+        """Manifests of many ranks. Equal layouts and equal tables of tensors are decoded once and shared."""
+        layouts: dict[str, Layout] = {}
+        tables: dict[str, TensorTable] = {}
+        manifests = []
+        for data in many:
+            wire = _decode(data, _ManifestWire)
+            digest = xxhash.xxh3_128_hexdigest(wire.layout)
+            if digest not in layouts:
+                layouts[digest] = Layout.from_bytes(wire.layout, tables=tables)
+            identity = {"rank": wire.rank, "world_size": wire.world_size, "host": wire.host}
+            manifests.append(cls(**identity, fingerprint=wire.fingerprint, layout=layouts[digest]))
+        return manifests
 
 
 _Wire = TypeVar("_Wire")
 
 
 class _LayoutWire(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_only=True):
-    tensors: TableWire
+    tensors: bytes
     pieces: TableWire
     buffers: TableWire
     aliases: list[tuple[str, str]]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import msgspec
 
@@ -13,6 +14,8 @@ from .events import LostTarget
 SpanName = Literal["h2d", "prepare", "send", "barrier"]
 
 SPAN_NAMES: tuple[SpanName, ...] = ("h2d", "prepare", "send", "barrier")
+
+_CODES: dict[SpanName, int] = {name: code for code, name in enumerate(SPAN_NAMES)}
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
@@ -25,6 +28,46 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     index: int
     start: float
     end: float
+
+
+class Spans(Sequence[Span]):
+    """Spans in columns. Of ten thousand tasks there are thirty thousand: as objects, freeing them would hold up the loop."""
+
+    def __init__(self) -> None:
+        self._stages = bytearray()
+        self._indexes = array("q")
+        self._times = array("d")
+
+    def add(self, stage: SpanName, index: int, start: float, end: float) -> None:
+        """Append one."""
+        self._stages.append(_CODES[stage])
+        self._indexes.append(index)
+        self._times.append(start)
+        self._times.append(end)
+
+    def copy(self) -> Spans:
+        """The spans so far, to be kept."""
+        other = Spans()
+        other._stages, other._indexes, other._times = self._stages[:], self._indexes[:], self._times[:]
+        return other
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    @overload
+    def __getitem__(self, place: int) -> Span: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Span]: ...
+    def __getitem__(self, place: int | slice) -> Span | list[Span]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        row = range(len(self))[place]  # IndexError beyond the end, and counts from the end below 0
+        return Span(SPAN_NAMES[self._stages[row]], self._indexes[row], self._times[2 * row], self._times[2 * row + 1])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spans) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +86,7 @@ class PushOutcome:
     push_id: int
     started: float
     ended: float | None
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     busy_s: Mapping[SpanName, float]
     peak_tmp_bytes: int
     lost: Mapping[int, LostTarget]
@@ -57,7 +100,7 @@ class PushLog:
         self.started = started
         self.ended: float | None = None
         self.lost: dict[int, LostTarget] = {}
-        self.spans: list[Span] = []
+        self.spans = Spans()
         self._busy_s: dict[SpanName, float] = dict.fromkeys(SPAN_NAMES, 0.0)
         self._flying: dict[SpanName, int] = dict.fromkeys(SPAN_NAMES, 0)
         self._since: dict[SpanName, float] = dict.fromkeys(SPAN_NAMES, 0.0)
@@ -73,7 +116,7 @@ class PushLog:
         self._flying[stage] -= 1
         if self._flying[stage] == 0:
             self._busy_s[stage] += now - self._since[stage]
-        self.spans.append(Span(stage, index, started, now))
+        self.spans.add(stage, index, started, now)
 
     def outcome(self, now: float, peak_tmp_bytes: int) -> PushOutcome:
         """The push so far. Work in flight counts as busy until ``now``."""
@@ -85,7 +128,7 @@ class PushLog:
             push_id=self.push_id,
             started=self.started,
             ended=self.ended,
-            spans=tuple(self.spans),
+            spans=self.spans.copy(),
             busy_s=busy,
             peak_tmp_bytes=peak_tmp_bytes,
             lost=dict(self.lost),

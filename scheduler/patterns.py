@@ -24,6 +24,9 @@ import numpy as np
 from .columns import Ints
 from .regions import Mask
 
+PACK_ALIGN = 16
+"""Alignment in bytes of fragments within a packed message; at least the largest element."""
+
 Key = TypeVar("Key", bound=Hashable)
 
 

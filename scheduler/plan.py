@@ -68,12 +68,10 @@ class Plan:
 
     Attributes:
         options: what it was made with.
-        sent: bytes that each source rank sends: buckets once for each receiver, and messages to other owners.
         manifest_digests: of the source's ranks, then of each target's, in order of rank.
     """
 
     options: PlanOptions
-    sent: tuple[int, ...]
     manifest_digests: tuple[tuple[str, ...], ...]
     routes: Routes
 
@@ -117,6 +115,14 @@ class Plan:
     def peak_task_tmp_bytes(self) -> int:
         """The most temporary bytes that one task needs on one rank."""
         return int(self.routes.gather.shares.tmp_bytes.max(initial=0))
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each source rank sends: its buckets once for each receiver, and messages to other owners."""
+        tasks, messages = self.routes.tasks, self.routes.gather.messages
+        audience = np.array([len(receivers) for receivers in self.routes.patterns.audiences], np.int64)
+        buckets = np.bincount(tasks.owner, tasks.nbytes * audience[tasks.audience], self.world_size)
+        return tuple((buckets + np.bincount(messages.rank, messages.nbytes, self.world_size)).astype(np.int64).tolist())
 
     @property
     def balance(self) -> float:
@@ -192,7 +198,7 @@ def build_plan(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]
     held, wanted = _tables(sides, canonical, sound, problems)
     patterns = survey(sides, canonical, held, wanted, options=options, problems=problems)
     contributor = contributors(patterns.holder_sets, sides.host_of_rank)
-    placed, sent = _place(canonical, patterns, contributor, options)
+    placed = _place(canonical, patterns, contributor, options)
     tasks, segments, landing_nbytes = pack(placed, patterns, options, sides.world)
     gathered = gather(tasks, segments, patterns, contributor=contributor, sides=sides, options=options)
     check_watermark(gathered.shares, segments, canonical.names, options, problems)
@@ -211,7 +217,7 @@ def build_plan(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]
         skipped=canonical.skipped,
     )
     digests = tuple(tuple(m.digest for m in manifests) for manifests in (sides.manifests, *sides.targets))
-    return Plan(options=options, sent=tuple(sent.tolist()), manifest_digests=digests, routes=routes)
+    return Plan(options=options, manifest_digests=digests, routes=routes)
 
 
 def _check_movable(sides: Sides, options: PlanOptions, problems: Problems) -> None:
@@ -242,7 +248,7 @@ def _tables(sides: Sides, canonical: Canonical, sound: Mask, problems: Problems)
     return held, wanted
 
 
-def _place(canonical: Canonical, patterns: Patterns, contributor: Ints, options: PlanOptions) -> tuple[Placed, Ints]:
+def _place(canonical: Canonical, patterns: Patterns, contributor: Ints, options: PlanOptions) -> Placed:
     """Units of all tensors with their owners: of each part its own, or one for all parts where landing is ``mapped``."""
     tensors = np.flatnonzero(patterns.pattern_of >= 0)
     pattern = patterns.pattern_of[tensors]
@@ -255,12 +261,11 @@ def _place(canonical: Canonical, patterns: Patterns, contributor: Ints, options:
     if options.landing == "mapped":
         job_first = np.searchsorted(units.item, np.arange(count + 1))
         head = np.flatnonzero(units.offset[unit] == 0)
-        owners, sent = choose_owners(patterns, job_first, item[head], contributor)
-        owner = np.repeat(owners, units.parts[unit[head]])
+        owner = np.repeat(choose_owners(patterns, job_first, item[head], contributor), units.parts[unit[head]])
     else:
-        owner, sent = choose_owners(patterns, np.arange(len(units.item) + 1), unit, contributor)
+        owner = choose_owners(patterns, np.arange(len(units.item) + 1), unit, contributor)
     chain = np.where(units.parts[unit] > 1, tensor * count + item, -1)
-    return Placed(tensor, unit, owner, canonical.group[tensor], chain), sent
+    return Placed(tensor, unit, owner, canonical.group[tensor], chain)
 
 
 def _columns(routes: Routes) -> Iterable[npt.NDArray[Any]]:

@@ -18,7 +18,7 @@ from syncline.scheduler.layout import Index
 from syncline.scheduler.programs import Copy, Landing, Message, Region, Segment, SourceTask, TargetTask
 
 from .copies import WIRE, CopyPlan, address_of, is_contiguous, move_bytes, resolve, torch_dtype
-from .digest import add_digests, bytes_of, digest_bytes, digest_view, hash_leaf, leaf_bounds
+from .digest import add_digests, bytes_of, digest_bytes, digest_view, flat, hash_leaf, leaf_bounds
 from .errors import TransportError
 
 
@@ -129,7 +129,7 @@ def _find_fill(segment: Segment, copy: Copy, buffers: Sequence[torch.Tensor]) ->
         return None
     cast = copy.src.dtype != copy.dst.dtype
     src = resolve(copy.src, buffers, raw=not cast).local
-    return None if src is None else _Fill(segment, src.reshape(-1), src.data_ptr(), cast)
+    return None if src is None else _Fill(segment, flat(src), src.data_ptr(), cast)
 
 
 def _run_fills(fills: Sequence[_Fill], bucket: torch.Tensor, *, verify: bool) -> list[int]:

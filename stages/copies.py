@@ -37,10 +37,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Row-major without gaps; axes of one element may have any stride."""
+    if 0 in shape:
+        return True
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 0:
-            return True
         if size != 1 and stride != step:
             return False
         step *= size

@@ -75,9 +75,14 @@ def digest_bytes(content: memoryview, leaves: Leaves) -> int:
     return total % _SUMS
 
 
+def flat(memory: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's elements in one axis, of stride 1 (`reshape` leaves a lone element any stride)."""
+    return memory.detach().as_strided((memory.numel(),), (1,))
+
+
 def bytes_of(memory: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memory.detach().reshape(-1).view(torch.uint8).numpy().data
+    return flat(memory).view(torch.uint8).numpy().data
 
 
 def digest_segment(bucket: torch.Tensor, segment: Segment) -> int:

@@ -13,6 +13,7 @@ from syncline.scheduler.programs import Copy, Message, Region, SourceProgram, So
 
 from .assembly import Assembly, row_major
 from .copies import WIRE, CopyPlan, local_view
+from .digest import flat
 from .task_memory import Layout
 
 
@@ -105,7 +106,7 @@ def _packing(message: Message, staged: Mapping[Copy, Copy], buffers: Sequence[to
             return Packing(
                 message=message, source=None, staged_at=region.offset * ITEMSIZE[region.dtype], local=None, staged=None
             )
-        source = local_view(copy.src, buffers).reshape(-1).view(torch.uint8)
+        source = flat(local_view(copy.src, buffers)).view(torch.uint8)
         return Packing(message=message, source=source, staged_at=-1, local=None, staged=None)
     local = [copy for copy in message.copies if copy not in staged]
     moved = [staged[copy] for copy in message.copies if copy in staged]

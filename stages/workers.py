@@ -71,6 +71,7 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, ready: threading.Barrier) -> None:
+        torch.get_num_threads()  # makes this thread take over the global number now, and not after the next line
         torch.set_num_threads(1)
         ready.wait()
         while (job := self._jobs.get()) is not None:

@@ -423,7 +423,8 @@ def smollm2(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Checkpo
             worker = await cluster.worker("target", "convert")
             real, random, logits = folder / "real", folder / "random", folder / "logits.safetensors"
             prompt = await worker.call("convert", name="smollm2", real=str(real), random=str(random), seed=1, timeout=240)
-            answer = await worker.call("reference", folder=str(real), ids=prompt, out=str(logits))
+            answer, text = await worker.call("reference", folder=str(real), ids=prompt, out=str(logits))
+            assert text == " Paris"
             return Checkpoint(real=real, random=random, prompt=prompt, logits=logits, answer=answer)
         finally:
             await cluster.close()

@@ -213,15 +213,16 @@ class TargetActor(Actor):
         tokenizer.save_pretrained(real)
         return list(tokenizer("The capital of France is")["input_ids"])
 
-    def do_reference(self, folder: str, ids: Sequence[int], out: str) -> str:
-        """By transformers alone: logits into a file, and the text of the likeliest next token."""
+    def do_reference(self, folder: str, ids: Sequence[int], out: str) -> tuple[int, str]:
+        """By transformers alone: logits into a file, and the likeliest next token with its text."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([list(ids)])).logits[0].clone()
         save_file({"logits": logits}, out)
-        return str(AutoTokenizer.from_pretrained(folder).decode(logits[-1].argmax()))
+        answer = int(logits[-1].argmax())
+        return answer, str(AutoTokenizer.from_pretrained(folder).decode(answer))
 
     def do_reference_of_weights(self, folder: str, weights: str, ids: Sequence[int], out: str) -> None:
         """By transformers alone: logits of the weights in a file under a folder's config."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
 import signal
@@ -104,9 +105,12 @@ class Target:
 
 
 async def until(predicate, patience_s=30.0):
-    """Poll an async predicate."""
+    """Poll a predicate, async or not, until it holds."""
     async with asyncio.timeout(patience_s):
-        while not await predicate():
+        while True:
+            held = predicate()
+            if await held if inspect.isawaitable(held) else held:
+                return
             await asyncio.sleep(0.01)
 
 

@@ -29,7 +29,13 @@ from syncline.stages.errors import TransportError
 from syncline.stages.transports.shm import ShmSender
 from syncline.stages.workers import Workers
 
-SHAPES = {"a": ((6, 4), "float32"), "b": ((5,), "bfloat16"), "c": ((2, 3, 2), "int64"), "d": ((8, 16), "float32"), "e": ((), "float32")}
+SHAPES = {
+    "a": ((6, 4), "float32"),
+    "b": ((5,), "bfloat16"),
+    "c": ((2, 3, 2), "int64"),
+    "d": ((8, 16), "float32"),
+    "e": ((), "float32"),
+}
 LEAF = 64
 PATIENCE_S = 30.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import subprocess
 import tomllib
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from syncline.engine import TransferConfig, errors
 
 MOST_LINES = 600
 
@@ -79,6 +82,25 @@ def test_ci_runs_the_commands_of_the_readme(repository: Path) -> None:
         assert command in script
     sessions = set(re.findall(r"^def ([a-z]\w*)\(session", (repository / "noxfile.py").read_text(), re.MULTILINE))
     assert {word for word in re.findall(r"\w+", script) if word in sessions} == sessions, "a session that CI does not run"
+
+
+def test_readme_lists_every_knob_with_its_default(repository: Path) -> None:
+    text = (repository / "README.md").read_text()
+    for field in dataclasses.fields(TransferConfig):
+        row = re.search(rf"^\|[^|]*`{field.name}`[^|]*\|([^|]*)\|", text, re.MULTILINE)
+        assert row, f"{field.name} has no row"
+        if field.default is not None:
+            default = str(field.default).removesuffix(".0")
+            assert default in row[1], f"{field.name} has the default {field.default!r}; the table says{row[1]}"
+
+
+def test_readme_explains_every_error_that_is_raised(repository: Path) -> None:
+    """Inner nodes of the tree are for `except` clauses; the leaves are what users see."""
+    text = (repository / "README.md").read_text()
+    kinds = [getattr(errors, name) for name in errors.__all__]
+    leaves = [kind for kind in kinds if isinstance(kind, type) and not kind.__subclasses__()]
+    assert len(leaves) > 10
+    assert [kind.__name__ for kind in leaves if f"`{kind.__name__}`" not in text] == []
 
 
 def test_ci_script_is_sound(repository: Path) -> None:

@@ -40,9 +40,7 @@ ALL = ("h2d", "prepare", "send")
 
 
 def task(index, *, group=0, tmp=1, stages=ALL, targets=(0,), reads=True):
-    return TaskSpec(
-        index=index, group=group, tmp_bytes=tmp, stages=stages, targets=frozenset(targets), reads_source=reads
-    )
+    return TaskSpec(index=index, group=group, tmp_bytes=tmp, stages=stages, targets=frozenset(targets), reads_source=reads)
 
 
 class Rank:
@@ -63,9 +61,7 @@ class Rank:
     def push(self, tasks, groups=(0,), targets=(0,)):
         self.push_id += 1
         return self.feed(
-            PushStarted(
-                now=self.now, push_id=self.push_id, schedule=Schedule.of(tasks, groups), targets=frozenset(targets)
-            )
+            PushStarted(now=self.now, push_id=self.push_id, schedule=Schedule.of(tasks, groups), targets=frozenset(targets))
         )
 
     def done(self, index, stage, push_id=None):

@@ -54,9 +54,7 @@ def make_plan(rng: random.Random) -> list[PlannedTask]:
         others = [rank for rank in range(RANKS) if rank != owner]
         contributors = rng.sample(others, rng.choice((0, 1, 2, 3, 7)))
         targets = frozenset(rng.sample(range(TARGETS), rng.randint(1, TARGETS)))
-        plan.append(
-            PlannedTask(index=index, group=group, owner=owner, ranks=(owner, *contributors), targets=targets)
-        )
+        plan.append(PlannedTask(index=index, group=group, owner=owner, ranks=(owner, *contributors), targets=targets))
     return plan
 
 
@@ -68,9 +66,7 @@ def tasks_of(plan: list[PlannedTask], rank: int, rng: random.Random) -> list[Tas
             stages = (("h2d",) if rng.random() < 0.5 else ()) + ("prepare",)
             stages += ("send",) if rank == task.owner else ()
             tasks.append(
-                TaskSpec(
-                    index=task.index, group=task.group, tmp_bytes=rng.randint(0, 9), stages=stages, targets=task.targets
-                )
+                TaskSpec(index=task.index, group=task.group, tmp_bytes=rng.randint(0, 9), stages=stages, targets=task.targets)
             )
     return tasks
 
@@ -291,7 +287,9 @@ class SendsAsTheyCome(PipelineMachine):
 
     def _head(self, push, stage):
         if stage == "send":
-            ready = [r for r in push.active.values() if r.state is TaskState.WAITING and r.stage == stage and push.wanted(r.spec)]
+            ready = [
+                r for r in push.active.values() if r.state is TaskState.WAITING and r.stage == stage and push.wanted(r.spec)
+            ]
             if ready:
                 return ready[-1].spec
         return super()._head(push, stage)
