@@ -136,13 +136,13 @@ async def _serve(options: ServeOptions) -> None:
 
 @contextlib.contextmanager
 def _announced(path: Path | None, addresses: dict[str, str]) -> Iterator[None]:
-    """Tell where everything listens: on stdout, and in a file that appears whole."""
+    """Tell where everything listens: in a file that appears whole, then on stdout."""
     text = json.dumps({"pid": os.getpid(), **addresses})
-    print(text, flush=True)
     if path is not None:
         new = path.with_name(f".{path.name}.{os.getpid()}")
         new.write_text(text, encoding="utf-8")
         new.replace(path)
+    print(text, flush=True)
     try:
         yield
     finally:

@@ -5,8 +5,9 @@ of them, and all ranks get the decision. A rank that fails fails the whole attem
 (`watch`), ends every exchange of that attempt, and so none waits in a collective for one that has left. A rank whose
 connection ends is lost for good.
 
-There are no heartbeats: a trainer may block its event loop for minutes between two pushes. A rank that is stopped is
-noticed by the deadline of the exchange that waits for it.
+A trainer may block its event loop for minutes between two pushes. So there are no heartbeats (a rank that is stopped is
+noticed by the deadline of the exchange that waits for it), and a rank leaves an exchange only when what it had to say has
+left the process: the others need it, and its loop may not turn again soon.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ Decide = Callable[[Sequence[bytes]], Awaitable[bytes]]
 OnAbort = Callable[[str, SynclineError], None]
 OnNote = Callable[[str, bytes], None]
 _MAX_FRAME = 2**30
+_DELIVER_S = 5.0
 LOST = "*"
 """The step that a lost rank fails: every one."""
 _TOKEN_HEADER = "X-Syncline-Token"  # noqa: S105 - the name of a header
@@ -139,7 +141,7 @@ class Hub:
         self._contributed: dict[str, dict[int, bytes]] = {}
         self._failed: dict[str, SynclineError] = {}
         self._changed = asyncio.Condition()
-        self._outbox: asyncio.Queue[tuple[int | None, Frame]] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Frame | asyncio.Future[None]] = asyncio.Queue()
         self._on_abort: OnAbort = _ignore_abort
         self._on_note: OnNote = lambda _topic, _payload: None
         self._runner: web.AppRunner | None = None
@@ -182,7 +184,8 @@ class Hub:
             raise
         finally:
             self._contributed.pop(step, None)
-        self._send(None, Frame(step=step, payload=decision))
+        self._send(Frame(step=step, payload=decision))
+        await self._flushed()
         return decision
 
     async def _collect(self, step: str, payload: bytes, timeout_s: float) -> list[bytes]:
@@ -217,27 +220,47 @@ class Hub:
         async with self._changed:
             if attempt not in self._failed:
                 self._failed[attempt] = error
-                self._send(None, error_frame(attempt, error))
+                self._send(error_frame(attempt, error))
             self._changed.notify_all()
+        await self._flushed()
 
     def forget(self, past: Callable[[str], bool]) -> None:
         _forget(past, self._failed)
         _forget(past, self._contributed)
 
     def tell(self, topic: str, payload: bytes) -> None:
-        self._send(None, Frame(step=topic, payload=payload, note=True))
+        self._send(Frame(step=topic, payload=payload, note=True))
 
-    def _send(self, rank: int | None, frame: Frame) -> None:
-        self._outbox.put_nowait((rank, frame))
+    def _send(self, frame: Frame) -> None:
+        self._outbox.put_nowait(frame)
+
+    async def _flushed(self) -> None:
+        """Wait until everything said so far has left this process."""
+        mark: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outbox.put_nowait(mark)
+        if self._writer is not None and not self._writer.done():
+            await mark
 
     async def _write(self) -> None:
         while True:
-            rank, frame = await self._outbox.get()
-            data = msgspec.msgpack.encode(frame)
-            for peer, socket in list(self._sockets.items()):
-                if rank is None or rank == peer:
-                    with contextlib.suppress(ConnectionError, RuntimeError):
-                        await socket.send_bytes(data)
+            item = await self._outbox.get()
+            if isinstance(item, Frame):
+                data = msgspec.msgpack.encode(item)
+                await asyncio.gather(*(self._deliver(peer, socket, data) for peer, socket in self._sockets.items()))
+            elif not item.done():
+                item.set_result(None)
+
+    @staticmethod
+    async def _deliver(peer: int, socket: web.WebSocketResponse, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(_DELIVER_S):
+                await socket.send_bytes(data)
+        except TimeoutError:
+            log.warning("source rank %d takes nothing from rank 0: its connection is closed", peer)
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(socket.close(), 0.1)
+        except (ConnectionError, RuntimeError):
+            pass  # `_serve` sees the connection end, and says who is lost
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(_TOKEN_HEADER, ""), self.token):
@@ -245,8 +268,11 @@ class Hub:
         rank = int(request.match_info["rank"])
         if not 0 < rank < self.world_size or rank in self._sockets:
             raise web.HTTPConflict
-        socket = web.WebSocketResponse(max_msg_size=_MAX_FRAME, timeout=1.0)
+        # With no room to buffer in, sending returns when the bytes have left: see `_flushed`.
+        socket = web.WebSocketResponse(max_msg_size=_MAX_FRAME, timeout=1.0, writer_limit=0)
         await socket.prepare(request)
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(high=0)
         async with self._changed:
             self._sockets[rank] = socket
             self._changed.notify_all()
@@ -279,7 +305,7 @@ class Hub:
         error = SourceRankLost(f"source rank {rank} went away: its connection to rank 0 ended; restart it and connect again")
         self._sockets.pop(rank, None)
         self._lost[rank] = error
-        self._send(None, error_frame(LOST, error))
+        self._send(error_frame(LOST, error))
         self._on_abort(LOST, error)
         async with self._changed:
             self._changed.notify_all()
@@ -367,6 +393,7 @@ class Spoke:
             raise ProtocolError(f"source rank {self.rank} is not connected to rank 0")
         with contextlib.suppress(ConnectionError, RuntimeError):  # the reader notices and says who is lost
             await self._socket.send_bytes(msgspec.msgpack.encode(frame))
+        await asyncio.sleep(0)  # uvloop writes at the end of a turn
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         try:

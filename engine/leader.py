@@ -270,7 +270,7 @@ class Leader:
         return {"incarnation": fence.incarnation, "version": fence.version, "manifest_digest": "+".join(digests)}
 
     def _new_push(self, request: PrepareRequest, landing: Landing) -> _Push:
-        grace_s = min(_GRACE_S, request.timeout_s / 10)
+        grace_s = _grace_s(request.timeout_s)
         deadline = time.monotonic() + request.timeout_s - grace_s
         return _Push(prepare=request, landing=landing, deadline=deadline, grace_s=grace_s)
 
@@ -283,6 +283,7 @@ class Leader:
         push = self._pushes.get(request.push_id)
         if push is not None and push.complete is None and self._machine.step == "prepare":
             push.complete = request
+            push.grace_s = _grace_s(request.timeout_s)
             push.deadline = time.monotonic() + request.timeout_s - push.grace_s
             self._arm(request.push_id)
         answer = await self._call("complete", request.push_id, CompleteAsked(push_id=request.push_id))
@@ -562,6 +563,10 @@ class Leader:
                 if not future.done():
                     future.set_exception(TargetLost("the receiver was closed"))
         await asyncio.gather(*(self._forget(member) for member in members.values()))
+
+
+def _grace_s(timeout_s: float) -> float:
+    return min(_GRACE_S, timeout_s / 10)
 
 
 async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, None]], timeout_s: float) -> None:

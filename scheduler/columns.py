@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,13 @@ from .boxes import Box, Index
 
 Ints = npt.NDArray[np.int64]
 Row = TypeVar("Row")
-TableWire = tuple[list[tuple[str, bytes]], list[tuple[str, ...]]]
-"""A table as plain data for msgspec: (type, bytes) of every column, then its tuples of strings."""
+
+
+class TableWire(NamedTuple):
+    """A table as plain data for msgspec: (type, bytes) of every column, and its tuples of strings."""
+
+    columns: list[tuple[str, bytes]]
+    texts: list[tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +277,7 @@ class BufferTable(Table[Buffer]):
 def encode(table: Table[Any]) -> TableWire:
     """A table as plain data: raw little-endian columns, each in its narrowest type, and strings."""
     columns = [_pack(getattr(table, name)) for name in (*table.flat, *table.axes)]
-    return columns, [getattr(table, name) for name in table.texts]
+    return TableWire(columns, [getattr(table, name) for name in table.texts])
 
 
 def decode(kind: type[AnyTable], wire: TableWire) -> AnyTable:

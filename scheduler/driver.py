@@ -253,7 +253,8 @@ class Driver:
                 f"push {push_id} was started on another event loop than the last one, which left {len(self._flights)} stages "
                 "in flight; use one loop for an engine's whole life"
             )
-        self._loop = loop
+        if self._loop is not loop:
+            self._loop, self._awake = loop, False  # a call planned on the old loop never comes
         return loop
 
     async def _schedule(self, tasks: Sequence[TaskSpec], groups: Sequence[int]) -> Schedule:

@@ -11,7 +11,7 @@ ones from numpy columns (`syncline.scheduler.columns`); both read the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from .boxes import Box, Index, flat_boxes, flat_offset, row_major
-from .columns import Buffer, BufferTable, Piece, PieceTable, TableWire, Tensor, TensorTable, decode, encode
+from .columns import AnyTable, Buffer, BufferTable, Piece, PieceTable, TableWire, Tensor, TensorTable, decode, encode
 
 __all__ = [
     "Box",
@@ -48,8 +48,7 @@ class Layout:
         tensors, pieces, buffers: columns that read as sequences of `Tensor`, `Piece`, `Buffer`.
         aliases: other names of tensors: alias -> name. Both name the same content (tied weights).
         optional: names that the other side need not have (a target keeps what it holds) or want (a source).
-        whole_tensors: this target must get each box from one segment sequence and never cut at source shards (its loader
-            transforms whole tensors).
+        whole_tensors: this target's loader transforms whole boxes: they are never cut at the source's shards.
         movable: this target's parameters may be pointed at other memory (``mapped``).
 
     Raises:
@@ -88,8 +87,8 @@ class Layout:
         """One msgpack document; columns are raw little-endian bytes, each in its narrowest type."""
         wire = _LayoutWire(
             tensors=msgspec.msgpack.encode(encode(self.tensors)),
-            pieces=encode(self.pieces),
-            buffers=encode(self.buffers),
+            pieces=msgspec.msgpack.encode(encode(self.pieces)),
+            buffers=msgspec.msgpack.encode(encode(self.buffers)),
             aliases=sorted(self.aliases.items()),
             optional=sorted(self.optional),
             whole_tensors=self.whole_tensors,
@@ -98,28 +97,9 @@ class Layout:
         return msgspec.msgpack.encode(wire)
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, tables: MutableMapping[str, TensorTable] | None = None) -> Layout:
-        """The inverse of `to_bytes`. Raises `ValueError` for anything that `to_bytes` does not write.
-
-        Args:
-            tables: tensor tables by digest, shared by the layouts that are decoded with the same mapping.
-        """
-        wire = _decode(data, _LayoutWire)
-        digest = xxhash.xxh3_128_hexdigest(wire.tensors)
-        table = None if tables is None else tables.get(digest)
-        if table is None:
-            table = decode(TensorTable, _decode(wire.tensors, TableWire))
-        if tables is not None:
-            tables[digest] = table
-        return cls(
-            tensors=table,
-            pieces=decode(PieceTable, wire.pieces),
-            buffers=decode(BufferTable, wire.buffers),
-            aliases=dict(wire.aliases),
-            optional=frozenset(wire.optional),
-            whole_tensors=wire.whole_tensors,
-            movable=wire.movable,
-        )
+    def from_bytes(cls, data: bytes) -> Layout:
+        """The inverse of `to_bytes`. Raises `ValueError` for anything that `to_bytes` does not write."""
+        return _Decoder().layout(data)
 
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False)
@@ -239,26 +219,14 @@ class Manifest:
     @classmethod
     def all_from_bytes(cls, many: Iterable[bytes]) -> list[Manifest]:
         """Manifests of many ranks. Equal layouts and equal tables of tensors are decoded once and shared."""
-        layouts: dict[str, Layout] = {}
-        tables: dict[str, TensorTable] = {}
-        manifests = []
-        for data in many:
-            wire = _decode(data, _ManifestWire)
-            digest = xxhash.xxh3_128_hexdigest(wire.layout)
-            if digest not in layouts:
-                layouts[digest] = Layout.from_bytes(wire.layout, tables=tables)
-            identity = {"rank": wire.rank, "world_size": wire.world_size, "host": wire.host}
-            manifests.append(cls(**identity, fingerprint=wire.fingerprint, layout=layouts[digest]))
-        return manifests
-
-
-_Wire = TypeVar("_Wire")
+        decoder = _Decoder()
+        return [decoder.manifest(data) for data in many]
 
 
 class _LayoutWire(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_only=True):
     tensors: bytes
-    pieces: TableWire
-    buffers: TableWire
+    pieces: bytes
+    buffers: bytes
     aliases: list[tuple[str, str]]
     optional: list[str]
     whole_tensors: bool
@@ -271,6 +239,43 @@ class _ManifestWire(msgspec.Struct, array_like=True, forbid_unknown_fields=True,
     host: str
     fingerprint: str
     layout: bytes
+
+
+_Wire = TypeVar("_Wire")
+
+
+class _Decoder:
+    """Decodes manifests; what has equal bytes is decoded once and shared."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[type, str], Any] = {}
+
+    def manifest(self, data: bytes) -> Manifest:
+        wire = _decode(data, _ManifestWire)
+        layout = self._once(Layout, wire.layout, lambda: self.layout(wire.layout))
+        return Manifest(rank=wire.rank, world_size=wire.world_size, host=wire.host, fingerprint=wire.fingerprint, layout=layout)
+
+    def layout(self, data: bytes) -> Layout:
+        wire = _decode(data, _LayoutWire)
+        return Layout(
+            tensors=self._table(TensorTable, wire.tensors),
+            pieces=self._table(PieceTable, wire.pieces),
+            buffers=self._table(BufferTable, wire.buffers),
+            aliases=dict(wire.aliases),
+            optional=frozenset(wire.optional),
+            whole_tensors=wire.whole_tensors,
+            movable=wire.movable,
+        )
+
+    def _table(self, kind: type[AnyTable], data: bytes) -> AnyTable:
+        return self._once(kind, data, lambda: decode(kind, _decode(data, TableWire)))
+
+    def _once(self, kind: type[_Wire], data: bytes, make: Callable[[], _Wire]) -> _Wire:
+        key = kind, xxhash.xxh3_128_hexdigest(data)
+        if key not in self._known:
+            self._known[key] = make()
+        found: _Wire = self._known[key]
+        return found
 
 
 def _decode(data: bytes, kind: type[_Wire]) -> _Wire:

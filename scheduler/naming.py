@@ -243,8 +243,7 @@ def _report_leftovers(
         here, there = [a for a, _ in rename.pairs], [b for _, b in rename.pairs]
         problems.add(
             f"the source has {listed(here)}, which no target wants, and the target expects {listed(there)}, which the source "
-            f"has not: did you mean to rename {rename.source_text or 'nothing'!r} to {rename.target_text or 'nothing'!r} in "
-            "the source's name table?"
+            f"has not: did you mean to {rename.advice} in the source's name table ({here[0]} -> {there[0]})?"
         )
         for a, b in rename.pairs:
             del spare[a], lacking[b]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from .boxes import Index
 
 _SAMPLE = 200
 _ROUNDS = 16
-_TALLIED = 2_000_000
+_TALLIED = 500_000
 
 
 class Rename(NamedTuple):
@@ -19,6 +19,15 @@ class Rename(NamedTuple):
     source_text: str
     target_text: str
     pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def advice(self) -> str:
+        """What to do, as the end of a sentence."""
+        if not self.target_text:
+            return f"leave out {self.source_text!r}"
+        if not self.source_text:
+            return f"put in {self.target_text!r}"
+        return f"rename {self.source_text!r} to {self.target_text!r}"
 
 
 def renames(source: Mapping[str, Index], target: Mapping[str, Index]) -> list[Rename]:
@@ -44,25 +53,36 @@ def renames(source: Mapping[str, Index], target: Mapping[str, Index]) -> list[Re
 
 
 def _commonest(source: Mapping[str, Index], target: Mapping[str, Index]) -> tuple[str, str] | None:
-    by_shape: dict[Index, list[str]] = defaultdict(list)
-    for name, shape in source.items():
-        by_shape[shape].append(name)
+    """The change of spelling that explains most of a sample of the target's names."""
+    heads, tails = _by_words(source)
     votes: Counter[tuple[str, str]] = Counter()
     budget = _TALLIED
-    for name in _spread(list(target)):
-        others = by_shape.get(target[name], [])
-        budget -= len(others)
-        if budget < 0:
+    for name in list(target)[:: max(1, len(target) // _SAMPLE)]:
+        words = name.split(".")
+        alike = {
+            *next((heads[key] for n in range(len(words), 0, -1) if (key := tuple(words[:n])) in heads), ()),
+            *next((tails[key] for n in range(len(words), 0, -1) if (key := tuple(words[-n:])) in tails), ()),
+        }
+        budget -= len(alike)
+        if budget < 0 and votes:
             break
-        votes.update(change for other in others if (change := _difference(other, name)) is not None)
+        changes = (_difference(other, name) for other in sorted(alike) if source[other] == target[name])
+        votes.update(change for change in changes if change is not None)
     if not votes:
         return None
     return max(votes, key=lambda change: (votes[change], -len(change[0]) - len(change[1]), change))
 
 
-def _spread(names: Sequence[str]) -> Sequence[str]:
-    """Some of many names, from all over."""
-    return names[:: max(1, len(names) // _SAMPLE)]
+def _by_words(names: Iterable[str]) -> tuple[dict[tuple[str, ...], list[str]], dict[tuple[str, ...], list[str]]]:
+    """Names by each of their beginnings and endings of whole words."""
+    heads: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    tails: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in names:
+        words = tuple(name.split("."))
+        for n in range(1, len(words) + 1):
+            heads[words[:n]].append(name)
+            tails[words[-n:]].append(name)
+    return dict(heads), dict(tails)
 
 
 def _difference(a: str, b: str) -> tuple[str, str] | None:

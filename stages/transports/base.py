@@ -106,6 +106,8 @@ class Sender(Protocol):
     ) -> Mapping[ReceiverId, TransportError]:
         """Start a push that may take ``timeout_s`` seconds. Returns receivers that were lost over it (already dropped).
 
+        Every attempt has a ``push_id`` of its own. Receivers that nothing is sent to in a push take no part in it.
+
         With landing memory this claims a buffer that no receiver holds a lease on. If none is free within
         ``lease_timeout_s``, another one is allocated; at the bound, the receivers that hold too many are dropped.
         """
@@ -173,7 +175,11 @@ class ReceivingHalf(Protocol):
         ...
 
     async def link(self, descriptors: Mapping[int, bytes], *, timeout_s: float) -> None:
-        """Link up with every owner of the program: source rank -> descriptor. Once; a new link is a new half."""
+        """Link up with every source rank that offers: source rank -> descriptor. Once; a new link is a new half.
+
+        Those that the program takes nothing from are linked too, since they wait for it. Raises `TransportError` if an
+        owner of the program offers nothing.
+        """
         ...
 
     async def begin(self, push_id: str, *, timeout_s: float) -> None:

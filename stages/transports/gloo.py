@@ -235,8 +235,8 @@ class GlooHalf:
         try:
             await self._allocate()
             async with asyncio.TaskGroup() as meeting:
-                for rank in self._program.owners:
-                    meeting.create_task(self._meet(rank, descriptors[rank], timeout_s))
+                for rank, descriptor in descriptors.items():
+                    meeting.create_task(self._meet(rank, descriptor, timeout_s))
         except* TransportError as errors:
             await self.close()
             raise TransportError("; ".join(str(error) for error in errors.exceptions)) from errors
@@ -268,7 +268,7 @@ class GlooHalf:
         for rank, communicator in self._communicators.items():
             if not communicator.usable:
                 raise TransportError(f"the gloo link with source rank {rank} has broken; link anew")
-        if set(self._communicators) != set(self._program.owners):
+        if not set(self._program.owners) <= set(self._communicators):
             raise TransportError("this half is not linked")
 
     def space(self, owner: int) -> torch.Tensor:

@@ -62,6 +62,7 @@ class _Link:
         self.receiver = receiver
         self.channel = channel
         self.ready: Signal[None] = Signal()
+        self.push = 0
         self.leases: dict[int, int] = {}
         self.mapped: set[int] = set()
         self.under_way: dict[tuple[int, int], Signal[None]] = {}
@@ -77,6 +78,19 @@ class _Link:
         if number in self.mapped:
             self.mapped.discard(number)
             self.channel.send(Message(Kind.UNMAP, a=number))
+
+    def begin(self, push: int, landing: Segment | None) -> None:
+        """Before the first bucket of a push: what it lies in, with a lease on it if that is a landing buffer.
+
+        Not earlier, and not to receivers that the push does not go to: they would never end it.
+        """
+        self.push = push
+        if landing is None:
+            self.channel.send(Message(Kind.BEGIN, push=push))
+            return
+        self.map(landing)
+        self.leases[push] = landing.number
+        self.channel.send(Message(Kind.BEGIN, push=push, a=landing.number, fds=(landing.open_lease(),)))
 
     def fail(self, error: TransportError) -> None:
         """End everything under way, with the channel shut first."""
@@ -184,11 +198,8 @@ class ShmSender:
         self._check_open()
         before = self.linked
         self._key = push_key(push_id)
-        if self._mode == "streamed":
-            for receiver in before:
-                self._links[receiver].channel.send(Message(Kind.BEGIN, push=self._key))
-        else:
-            self._grant(await self._landing.choose(min(timeout_s, lease_timeout_s)), before)
+        if self._mode != "streamed":
+            await self._landing.choose(min(timeout_s, lease_timeout_s))
         return {receiver: _hoarded(receiver) for receiver in before - self.linked}
 
     def claim(self, task: SourceTask) -> Signal[Loan]:
@@ -284,14 +295,6 @@ class ShmSender:
 
     # ------------------------------------------------------------------------------------------------- during pushes
 
-    def _grant(self, segment: Segment, receivers: Collection[ReceiverId]) -> None:
-        for receiver in receivers:
-            link = self._links.get(receiver)
-            if link is not None:
-                link.map(segment)
-                link.leases[self._key] = segment.number
-                link.channel.send(Message(Kind.BEGIN, push=self._key, a=segment.number, fds=(segment.open_lease(),)))
-
     def _offset_of(self, task: SourceTask, bucket: torch.Tensor) -> int:
         """Where in the ring a bucket lies; 0 in landing memory, where the plan says it."""
         home = self._ring if self._mode == "streamed" else self._landing.current
@@ -312,6 +315,8 @@ class ShmSender:
         if link is None or not link.channel.is_open:
             signal.fail(TransportError(f"receiver {receiver} is not linked any more"))
             return signal
+        if link.push != self._key:
+            link.begin(self._key, self._landing.current)
         if self._mode == "streamed":
             link.under_way[self._key, task.index] = signal
         link.channel.send(Message(Kind.BUCKET, task.index, self._key, offset))

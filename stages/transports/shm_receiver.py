@@ -212,8 +212,8 @@ class ShmHalf:
             raise TransportError(f"no shared-memory offer came from source ranks {missing}")
         try:
             async with asyncio.timeout(timeout_s):
-                for rank in self._program.owners:
-                    await self._connect(rank, descriptors[rank])
+                for rank, descriptor in descriptors.items():
+                    await self._connect(rank, descriptor)
                 for owner in self._owners.values():
                     await self._greet(owner)
         except TimeoutError:
@@ -226,6 +226,8 @@ class ShmHalf:
     async def begin(self, push_id: str, *, timeout_s: float) -> None:
         self._finish()
         self._key = push_key(push_id)
+        if self._key in self._over:
+            raise TransportError(f"push {push_id} was begun here before: every attempt needs an id of its own")
         for owner in self._owners.values():
             owner.check()
             owner.keep_only(self._key)

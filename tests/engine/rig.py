@@ -20,7 +20,7 @@ import xxhash
 
 from syncline.engine.control_client import ControlClient
 from syncline.engine.fence import Fence
-from syncline.engine.messages import AbortRequest, CompleteRequest, ConnectRequest, PrepareRequest, RankLinks
+from syncline.engine.messages import AbortRequest, CompleteRequest, ConnectRequest, JoinRequest, PrepareRequest, RankLinks
 from syncline.engine.receiver import Receiver
 from syncline.scheduler.layout import Box, Buffer, Manifest, Piece, Tensor
 from syncline.scheduler.plan import PlanOptions, build_plan
@@ -274,7 +274,9 @@ class Halves:
 class ToySource:
     """A source of one rank that talks to one target's leader. The data path is the test's business."""
 
-    def __init__(self, address, *, landing="staged", secret=None, incarnation="source", bucket_bytes=300, verify=True, transport="shm"):
+    def __init__(
+        self, address, *, landing="staged", secret=None, incarnation="source", bucket_bytes=300, verify=True, transport="shm"
+    ):
         self.client = ControlClient(address, secret=secret, timeout_s=PATIENCE_S)
         self.landing, self.incarnation, self.bucket_bytes, self.verify = landing, incarnation, bucket_bytes, verify
         self.transport = transport
@@ -331,7 +333,8 @@ class ToySource:
         return await self.client.prepare(PrepareRequest(**{**fields, **changes}))
 
     async def complete(self, version, *, push_id=None, timeout_s=PATIENCE_S, **changes):
-        fields = {"version": version, "push_id": push_id or self.push_id, "digests": self.digests(version), "timeout_s": timeout_s}
+        digests = self.digests(version)
+        fields = {"version": version, "push_id": push_id or self.push_id, "digests": digests, "timeout_s": timeout_s}
         return await self.client.complete(CompleteRequest(**{**fields, **changes}))
 
     async def abort(self, *, push_id=None, reason="by the test"):
@@ -422,7 +425,9 @@ def arm(step, action):
 async def main():
     """Takes one JSON line with options; then one command a line on stdin, one JSON answer a line on stdout."""
     options = json.loads(sys.stdin.readline())
-    loader = ToyLoader(rank=options["rank"], world=options["world"], movable=options.get("movable", False), version=options.get("version"))
+    loader = ToyLoader(
+        rank=options["rank"], world=options["world"], movable=options.get("movable", False), version=options.get("version")
+    )
     receiver = Receiver(
         loader, options["listen"], rank=options["rank"], world_size=options["world"], leader=options.get("leader"),
         initial_version=options.get("version"), heartbeat_s=0.2, patience_s=options.get("patience_s", 2.0),

@@ -531,7 +531,7 @@ async def test_a_watch_survives_a_loop_of_our_own_that_was_blocked(other_process
     client = ControlClient(address, heartbeat_s=0.01, patience_s=0.2)
     watch = await watching(client)
     for _ in range(5):
-        time.sleep(0.3)  # noqa: ASYNC251 - longer than patience: what came meanwhile is read before it is missed
+        time.sleep(0.3)  # longer than patience: what came meanwhile is read before it is missed
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert (await client.status()).version == 3

@@ -129,8 +129,9 @@ class TargetModel(RuleBasedStateMachine):
     def start_leader(self):
         self.leader = LeaderMachine(self.world)
         self.replies = []
-        self.feed(Joined(rank=0, incarnation=self.ranks[0].incarnation, process=self.ranks[0].process, serving=self.ranks[0].serving))
-        self.ranks[0].joined = True
+        own = self.ranks[0]
+        self.feed(Joined(rank=0, incarnation=own.incarnation, process=own.process, serving=own.serving))
+        own.joined = True
 
     # the leader's shell
 

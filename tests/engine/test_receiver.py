@@ -583,7 +583,9 @@ async def test_over_tcp_with_a_secret(rig):
         await source.close()
 
 
-@pytest.mark.parametrize(("landing", "after"), [("staged", ("COMMITTED", 1)), ("streamed", ("FENCED", None)), ("mapped", ("COMMITTED", 1))])
+@pytest.mark.parametrize(
+    ("landing", "after"), [("staged", ("COMMITTED", 1)), ("streamed", ("FENCED", None)), ("mapped", ("COMMITTED", 1))]
+)
 async def test_closing_in_the_middle_of_a_push(targets, until, landing, after):
     target = await targets(world=2, landing=landing, version=1)
     await target.source.prepare(2)

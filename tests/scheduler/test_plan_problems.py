@@ -55,11 +55,19 @@ def test_one_renamed_prefix_is_one_problem_that_pairs_all_names(sim) -> None:
     target = sim.manifest(tensors={"kept": W} | {f"model.layers.{i}.{n}": s for i in range(3) for n, s in shapes.items()})
     text = problems([source], [[target]])
     assert count(text) == 1
-    assert "did you mean to rename 'language' to 'nothing'" in text
+    assert "did you mean to leave out 'language'" in text
     for i in range(3):
         for name in shapes:
             assert f"model.language.layers.{i}.{name}" in text
             assert f"model.layers.{i}.{name}" in text
+
+
+@pytest.mark.parametrize(("there", "here"), [("a.w", "module.a.w"), ("x.a.w", "x._orig_mod.a.w"), ("a.w", "a.base.w")])
+def test_wrappers_on_either_side_are_seen_through(sim, there, here) -> None:
+    text = problems([sim.manifest(tensors={here: W})], [[sim.manifest(tensors={there: W})]])
+    assert f"did you mean to leave out {set(here.split('.')).difference(there.split('.')).pop()!r}" in text
+    text = problems([sim.manifest(tensors={there: W})], [[sim.manifest(tensors={here: W})]])
+    assert "did you mean to put in" in text
 
 
 def test_a_renamed_module_is_told_from_names_that_are_really_missing(sim) -> None:

@@ -64,11 +64,10 @@ class World:
         if self.sources[0].communicator is None and len(self.sources) > 1:
             rendezvous = self.peer.Rendezvous.host(self.peer.LOOPBACK, timeout_s=30)
             await asyncio.gather(*(s.group(rendezvous, "", "sources") for s in self.sources))
-        offers = [await s.sender.offer([r for r in receivers if r in s.mine]) for s in self.sources]
-        links = [s.sender.link([r for r in receivers if r in s.mine], timeout_s=30) for s in self.sources]
+        offers = [await source.sender.offer(receivers) for source in self.sources]
+        links = [source.sender.link(receivers, timeout_s=30) for source in self.sources]
         for receiver in receivers:
-            owners = self.targets[receiver].program.owners
-            links.append(self.targets[receiver].link({rank: offers[rank][receiver.target] for rank in owners}))
+            links.append(self.targets[receiver].link({rank: offer[receiver.target] for rank, offer in enumerate(offers)}))
         for failed in await asyncio.gather(*links):
             assert not failed, failed
 

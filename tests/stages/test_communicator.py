@@ -92,7 +92,7 @@ async def test_closing_ends_everything_under_way_at_once(rendezvous):
     big = noise(32_000_000)
     pending = [a.send(big, 1, 1), a.recv(torch.empty(8, dtype=torch.uint8), 1, 2)]
     barrier = a.barrier()
-    while not a._to_wait.empty() or a._to_post.qsize():
+    while a._to_post.qsize():
         await asyncio.sleep(0.001)
     began = time.monotonic()
     await a.close()
@@ -142,7 +142,7 @@ async def test_who_does_not_come_is_waited_for_in_vain_but_not_for_ever(rendezvo
 
 
 async def test_a_rendezvous_that_is_not_there():
-    with pytest.raises(TransportError, match="no rendezvous at 127.0.0.1:1"):
+    with pytest.raises(TransportError, match="no rendezvous at"):
         await asyncio.to_thread(Rendezvous.join, "127.0.0.1:1", timeout_s=0.3)
 
 

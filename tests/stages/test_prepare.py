@@ -139,9 +139,7 @@ A, B = ReceiverId(0, 0), ReceiverId(1, 0)
 
 
 def source_task(index=0, nbytes=100, receivers=(A, B)):
-    return SourceTask(
-        index=index, group=0, owner=0, nbytes=nbytes, tmp_bytes=nbytes, landing_offset=0, receivers=receivers
-    )
+    return SourceTask(index=index, group=0, owner=0, nbytes=nbytes, tmp_bytes=nbytes, landing_offset=0, receivers=receivers)
 
 
 async def test_a_bucket_lies_where_its_transport_needs_it():

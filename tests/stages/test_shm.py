@@ -143,6 +143,30 @@ async def test_who_never_releases_is_dropped_and_the_others_go_on(world, landing
         assert all(torch.equal(want[index], memory[index]) for index in want)
 
 
+@pytest.mark.parametrize("landing", ["staged", "mapped"])
+async def test_a_receiver_that_takes_no_part_in_a_push_holds_nothing(world, landing):
+    one = await world(seed=9, transport="shm", landing=landing, targets=[1, 1], elements=500)
+    takes, idle = one.targets
+    source = one.sources[0]
+    await one.push(1)
+    held = source.sender.landing_bytes
+    for version in range(2, 8):
+        source.fill(version)
+        await one.targets[takes].half.begin(f"p{version}", timeout_s=30)
+        source.mine = [takes]
+        sent, got = await asyncio.gather(source.push(f"p{version}"), one.targets[takes].receive())
+        assert (sent["late"], got["error"]) == ({}, "")
+        await one.targets[takes].commit()
+        await source.end([takes])
+        assert one.targets[idle].wrong(1) == []
+    if landing == "staged":
+        assert source.sender.landing_bytes == held
+    assert source.sender.linked == {takes, idle}
+    source.mine = [takes, idle]
+    await one.push(8)
+    assert one.targets[idle].wrong(8) == []
+
+
 async def test_what_a_dropped_receiver_serves_from_is_never_written_again(world):
     one = await world(seed=3, transport="shm", landing="mapped", targets=[1, 1], elements=500)
     gone, stays = one.targets

@@ -58,6 +58,15 @@ async def test_direct_route(world, transport, landing):
 
 
 @each_transport
+async def test_source_ranks_that_own_nothing(world, transport, landing):
+    one = await world(seed=19, transport=transport, landing=landing, sources=5, targets=[1, 1], shapes=[[3, 4], []])
+    assert not all(any(task.owner == source.rank for task in source.program.tasks) for source in one.sources)
+    for version in (1, 2):
+        await one.push(version)
+        check(one, version)
+
+
+@each_transport
 async def test_without_digests(world, transport, landing):
     one = await world(seed=13, transport=transport, landing=landing, verify=False)
     await one.push(1)
@@ -153,7 +162,7 @@ async def test_an_aborted_push_leaves_nothing_behind(world, transport, landing):
     await one.push(2)
     check(one, 2)
     async with asyncio.timeout(10):
-        while source.memory.in_flight or source.driver.abandoned:  # noqa: ASYNC110 - there is no event for it
+        while source.memory.in_flight or source.driver.abandoned:
             await asyncio.sleep(0.001)
 
 

@@ -15,7 +15,7 @@ FIRST, SECOND = (0, 0), (1, 0)
 async def until(question, *, within_s=20.0):
     """The first true answer of ``question()``."""
     async with asyncio.timeout(within_s):
-        while not (answer := await question()):  # noqa: ASYNC110 - the question goes to another process
+        while not (answer := await question()):
             await asyncio.sleep(0.01)
     return answer
 

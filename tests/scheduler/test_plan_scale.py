@@ -1,0 +1,92 @@
+"""Planning at the size of Kimi-K2, and how its cost grows. Times are printed; only ratios and memory are asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+
+from syncline.scheduler.layout import Box
+from syncline.scheduler.plan import PlanOptions, build_plan
+
+OPTIONS = PlanOptions(bucket_bytes=1 << 20, max_tmp_bytes=1 << 24)
+
+KIMI = """
+    import json, resource, time
+    from syncline.bench.models import kimi_k2_manifests
+    from syncline.scheduler.plan import PlanOptions, build_plan
+    fleet = kimi_k2_manifests()
+    started = time.process_time()
+    plan = build_plan(fleet.sources, fleet.targets, PlanOptions(bucket_bytes=256 << 20, max_tmp_bytes=1 << 30))
+    digest = plan.digest
+    seconds = time.process_time() - started
+    program = plan.target_program(3, 31)
+    print(json.dumps({
+        "seconds": seconds, "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "balance": plan.balance,
+        "tensors": len(fleet.sources[0].tensors), "tasks": plan.total_tasks, "peak": plan.peak_task_tmp_bytes,
+        "experts": sum(".experts." in landing.segment.name for task in program.tasks for landing in task.landings),
+        "owners": len({task.owner for task in program.tasks}),
+    }))
+"""
+
+
+def test_kimi_k2_from_256_ranks_to_4_targets_of_32() -> None:
+    """In a process of its own, so that its peak memory is its own."""
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(KIMI)], capture_output=True, text=True, check=True, timeout=110)
+    got = json.loads(run.stdout)
+    print(
+        f"{got['tensors']} tensors, {got['tasks']} tasks planned in {got['seconds']:.1f} s, peak {got['rss'] / 2**20:.0f} MiB"
+    )
+    assert got["tensors"] > 69_000
+    assert got["rss"] < 2 << 30
+    assert got["balance"] <= 1.05
+    assert got["peak"] <= 512 << 20
+    assert got["experts"] == 60 * 12 * 3
+    assert got["owners"] > 200
+
+
+def seconds(plan_it) -> float:
+    """The least of three runs, of this process's own time."""
+    times = []
+    for _ in range(3):
+        started = time.process_time()
+        plan_it()
+        times.append(time.process_time() - started)
+    return min(times)
+
+
+def test_four_times_the_names_cost_about_four_times_as_much(sim) -> None:
+    def case(count: int):
+        tensors = {f"layers.{i}.w": ((8, 16), "float32") for i in range(count)}
+        sources, targets = sim.row_shards(tensors, 4), [[sim.manifest(tensors=tensors)]]
+        return lambda: build_plan(sources, targets, OPTIONS)
+
+    few, many = seconds(case(4000)), seconds(case(16_000))
+    print(f"4,000 names {few:.3f} s, 16,000 names {many:.3f} s")
+    assert many < 5 * few + 0.05
+
+
+def test_a_thousand_times_the_pieces_of_the_same_bytes_have_a_bounded_cost_each(sim) -> None:
+    def case(count: int):
+        step = 20_000 // count
+        boxes = [Box(start=(i * step, 0), shape=(step, 8)) for i in range(count)]
+        source = sim.manifest(tensors={"w": ((20_000, 8), "float32", 0, boxes)})
+        target = sim.manifest(tensors={"w": ((20_000, 8), "float32")})
+
+        def plan_it():
+            program = build_plan([source], [[target]], OPTIONS).source_program(0)
+            assert sum(len(task.local) for task in program.tasks) == count
+
+        return plan_it
+
+    few, many = seconds(case(10)), seconds(case(10_000))
+    print(f"10 pieces {few:.4f} s, 10,000 pieces {many:.4f} s")
+    assert (many - few) / 10_000 < 200e-6
+
+
+def test_a_name_of_its_own_shape_each_is_planned_too(sim) -> None:
+    tensors = {f"w{i}": ((4 + i % 997, 3), "float32") for i in range(997)}
+    plan = build_plan(sim.row_shards(tensors, 3), [[sim.manifest(tensors=tensors)]], OPTIONS)
+    assert plan.balance < 1.05
