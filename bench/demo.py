@@ -38,11 +38,11 @@ class DemoArgs:
     """Training steps, each followed by a push."""
     kill_engine_at: int | None = None
     """Kill a server with SIGKILL after this step and start it again: it serves nothing until it holds the newest version."""
-    landing: str = "staged"
+    landing: str = "streamed"
     """``staged``, ``streamed`` or ``mapped``."""
     transport: str = "auto"
     """``auto``, ``shm`` or ``gloo``."""
-    max_tmp_bytes: str = "64MiB"
+    max_tmp_bytes: str = "4MiB"
     """Watermark: the most temporary bytes that tasks in flight hold on a trainer rank."""
     clients: int = 2
     """Clients that send requests one after the other, all the time, to each server."""

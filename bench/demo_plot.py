@@ -17,20 +17,23 @@ def plot_push(trace: dict[str, Any], path: Path, *, title: str) -> None:
     from matplotlib.patches import Patch
 
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] in COLOURS]
-    lanes = sorted({(span["pid"], list(COLOURS).index(span["cat"])) for span in spans})
-    figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.5 * max(1, len(lanes))), layout="constrained")
-    for row, (rank, stage) in enumerate(lanes):
+    lanes = sorted({(span["pid"], list(COLOURS).index(span["cat"]), span["tid"]) for span in spans})
+    figure, axes = pyplot.subplots(figsize=(12, 1.4 + 0.36 * max(1, len(lanes))), layout="constrained")
+    for row, (rank, stage, track) in enumerate(lanes):
         name = list(COLOURS)[stage]
-        bars = [
-            (span["ts"] / 1e3, max(span["dur"] / 1e3, 0.02)) for span in spans if span["pid"] == rank and span["cat"] == name
-        ]
-        axes.broken_barh(bars, (row - 0.38, 0.76), facecolors=COLOURS[name], edgecolor="white", linewidth=0.3, alpha=0.85)
-    axes.set_yticks(range(len(lanes)), [f"rank {rank} · {list(COLOURS)[stage]}" for rank, stage in lanes])
+        for span in spans:
+            if (span["pid"], span["cat"], span["tid"]) == (rank, name, track):
+                left, width = span["ts"] / 1e3, max(span["dur"] / 1e3, 0.02)
+                axes.barh(row, width, left=left, height=0.8, color=COLOURS[name], edgecolor="white", linewidth=0.4)
+                axes.text(left + width / 2, row, str(span["args"]["task"]), ha="center", va="center", fontsize=7, clip_on=True)
+    axes.set_yticks(range(len(lanes)), [f"rank {rank} · {list(COLOURS)[stage]}" for rank, stage, _ in lanes])
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds since the push began")
+    axes.set_xlabel("milliseconds since the push began (numbers are tasks; a barrier's number is its mesh group)")
     axes.set_title(title)
     axes.grid(axis="x", alpha=0.3)
-    used = [name for name in COLOURS if any(list(COLOURS)[stage] == name for _, stage in lanes)]
-    axes.legend(handles=[Patch(color=COLOURS[name], label=name) for name in used], loc="upper right", ncols=4, fontsize=8)
+    axes.set_axisbelow(True)
+    used = [name for name in COLOURS if any(list(COLOURS)[stage] == name for _, stage, _ in lanes)]
+    handles = [Patch(color=COLOURS[name], label=name) for name in used]
+    figure.legend(handles=handles, loc="outside lower right", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -18,7 +18,6 @@ from torch import nn
 from syncline.adapters.engines.checkpoints import load_model, load_tokenizer
 from syncline.adapters.trainers import FSDPSource
 from syncline.engine import PushReport, RemoteTarget, TransferConfig, TransferEngine
-
 from syncline.engine.config import Transport
 from syncline.engine.messages import Landing
 

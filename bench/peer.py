@@ -92,7 +92,7 @@ def broadcast_group(path: str, rank: int, size: int) -> dist.ProcessGroupGloo:
 
 def broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor) -> None:
     """Blocking broadcast from the group's rank 0."""
-    group.broadcast([tensor], dist.BroadcastOptions()).wait()
+    group.broadcast([tensor], dist.BroadcastOptions()).wait()  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 async def receiver(args: PeerArgs) -> None:

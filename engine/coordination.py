@@ -147,6 +147,7 @@ class Hub:
         self._runner: web.AppRunner | None = None
         self._writer: asyncio.Task[None] | None = None
         self._closing = False
+        self._meeting = True
 
     async def start(self, host: str) -> str:
         """Listen; returns the address that other ranks connect to."""
@@ -168,6 +169,8 @@ class Hub:
         except TimeoutError:
             missing = sorted(set(range(1, self.world_size)) - set(self._sockets))
             raise SourceRankLost(f"source ranks {missing} did not connect to rank 0 within {timeout_s:g} s") from None
+        finally:
+            self._meeting = False  # who comes later is looking for another engine
 
     def watch(self, on_abort: OnAbort, on_note: OnNote) -> None:
         self._on_abort, self._on_note = on_abort, on_note
@@ -266,7 +269,7 @@ class Hub:
         if not hmac.compare_digest(request.headers.get(_TOKEN_HEADER, ""), self.token):
             raise web.HTTPUnauthorized
         rank = int(request.match_info["rank"])
-        if not 0 < rank < self.world_size or rank in self._sockets:
+        if not 0 < rank < self.world_size or rank in self._sockets or not self._meeting:
             raise web.HTTPConflict
         # With no room to buffer in, sending returns when the bytes have left: see `_flushed`.
         socket = web.WebSocketResponse(max_msg_size=_MAX_FRAME, timeout=1.0, writer_limit=0)

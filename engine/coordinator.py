@@ -273,8 +273,8 @@ class Coordinator:
                 sent = _hex(digests.get(f"{index}:{rank}", 0))
                 if held and held != sent:
                     conflict = VersionConflict(
-                        f"target {self.handles[index].address} rank {rank} holds version {version} with digest {held}, and this "
-                        f"push names other content by it ({sent}); push the new content under a higher version"
+                        f"target {self.handles[index].address} rank {rank} holds version {version} with digest {held}, and "
+                        f"this push names other content by it ({sent}); push the new content under a higher version"
                     )
                     await self.abort(str(conflict))
                     raise conflict

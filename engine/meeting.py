@@ -1,22 +1,23 @@
-"""How the ranks of a source meet once, at `connect`: rank 0 says, through the trainer's group, where it listens.
+"""How the ranks of a source meet once, at `connect`: rank 0 leaves in the trainer's group's store where it listens.
 
-The trainer's process group carries one broadcast of a few bytes and is never used again: everything else runs over
-syncline's own connections and communicators, so that a push cannot mix with the trainer's collectives.
+No collective of the trainer's is used, and no group is made: those take their names from counters of the process, so that
+a second engine on the same ranks would look for addresses of the first one's. What a store still holds from an engine of
+before is recognised by that engine's hub being gone, or letting nobody in any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime
+import time
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from .coordination import Coordination, Hub, Solo, Spoke
 from .errors import SourceRankLost, SynclineError
 
-_CARD_BYTES = 1024
+_KEY = "syncline/rank-0"
+_LOOK_EVERY_S = 0.02
 
 
 class Card(msgspec.Struct, kw_only=True):
@@ -27,20 +28,18 @@ class Card(msgspec.Struct, kw_only=True):
 
 
 async def meet(group: dist.ProcessGroup | None, rank: int, world_size: int, host: str, timeout_s: float) -> Coordination:
-    """Connect all ranks to rank 0. ``group`` is the trainer's group (None for a single rank); collective over it."""
+    """Connect all ranks to rank 0. ``group`` is the trainer's group (None for a single rank), of which all ranks call."""
     if world_size == 1:
         return Solo()
     if group is None:
         raise SourceRankLost(f"the source says it has {world_size} ranks but no process group through which they can meet")
+    store = group.get_group_store()
     if rank != 0:
-        card = msgspec.msgpack.decode(await _broadcast(group, b"", timeout_s), type=Card)
-        spoke = Spoke(rank, world_size)
-        await spoke.start(card.address, card.token, timeout_s)
-        return spoke
+        return await _find_rank_0(store, rank, world_size, timeout_s)
     hub = Hub(world_size)
     try:
         card = Card(address=await hub.start(host), token=hub.token)
-        await _broadcast(group, msgspec.msgpack.encode(card), timeout_s)
+        await asyncio.to_thread(store.set, _KEY, msgspec.json.encode(card).decode())
         await hub.joined(timeout_s)
     except BaseException:
         await hub.close()
@@ -48,27 +47,24 @@ async def meet(group: dist.ProcessGroup | None, rank: int, world_size: int, host
     return hub
 
 
-async def _broadcast(group: dist.ProcessGroup, payload: bytes, timeout_s: float) -> bytes:
-    """Broadcast a small message from the group's first rank over a gloo group made for it."""
-    try:
-        async with asyncio.timeout(timeout_s + 5.0):  # gloo's own timeout should speak first: it says more
-            return await asyncio.to_thread(_broadcast_blocking, group, payload, timeout_s)
-    except SynclineError:
-        raise
-    except (RuntimeError, TimeoutError) as error:
-        raise SourceRankLost(f"the source ranks did not meet within {timeout_s:g} s: {error}") from error
+async def _find_rank_0(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Spoke:
+    """Follow the newest card that there is, until one leads to a rank 0 that waits for its ranks."""
+    until = time.monotonic() + timeout_s
+    followed, reason = b"", "rank 0 did not come to connect"
+    while (left := until - time.monotonic()) > 0:
+        payload = await asyncio.to_thread(_read, store)
+        if payload != followed:
+            card = msgspec.json.decode(payload, type=Card)
+            spoke = Spoke(rank, world_size)
+            try:
+                await spoke.start(card.address, card.token, left)
+            except SynclineError as error:
+                followed, reason = payload, str(error)
+            else:
+                return spoke
+        await asyncio.sleep(_LOOK_EVERY_S)
+    raise SourceRankLost(f"source rank {rank} did not meet rank 0 within {timeout_s:g} s: {reason}")
 
 
-def _broadcast_blocking(group: dist.ProcessGroup, payload: bytes, timeout_s: float) -> bytes:
-    ranks = dist.get_process_group_ranks(group)
-    own = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s), use_local_synchronization=True)
-    try:
-        card = torch.zeros(_CARD_BYTES, dtype=torch.uint8)
-        if payload:
-            card[0], card[1] = len(payload) // 256, len(payload) % 256
-            card[2 : 2 + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        dist.broadcast(card, src=ranks[0], group=own)
-        size = int(card[0]) * 256 + int(card[1])
-        return bytes(card[2 : 2 + size].tolist())
-    finally:
-        dist.destroy_process_group(own)
+def _read(store: dist.Store) -> bytes:
+    return bytes(store.get(_KEY)) if store.check([_KEY]) else b""

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from syncline.scheduler.driver import Driver, Limits, TaskSpec
 from syncline.scheduler.events import StageName
@@ -36,22 +37,36 @@ _SETTLE_S = 5.0
 """How long abandoned work may take to end before the next push gives up on it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A plan resolved against one rank's memory (see `Wiring.make`).
+
+    Attributes:
+        program: what this rank does.
+        kinds: which transport serves each target.
+        receivers: the ranks of each target.
+        recipes: the program's copies and messages as addresses.
+        pool: private temporary memory, touched.
+    """
+
+    program: SourceProgram
+    kinds: Mapping[int, str]
+    receivers: Sequence[Sequence[ReceiverId]]
+    recipes: Mapping[int, Recipe]
+    pool: BufferPool
+
+
 class Wiring:
     """Everything that one rank needs to run pushes of one plan. Made by `make`, on the engine's loop."""
 
-    def __init__(
-        self, source: Source, plan: Plan, sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]],
-        config: TransferConfig, recipes: Mapping[int, Recipe], pool: BufferPool,
-    ) -> None:  # fmt: skip
+    def __init__(self, plan: Plan, config: TransferConfig, resolved: Resolved) -> None:
         self.plan = plan
         self.config = config
         self.push_id = ""
-        self.kinds = transport_kinds(sources, targets, config)
-        self.program: SourceProgram = plan.source_program(source.rank)
-        self.receivers = [
-            [ReceiverId(target, rank) for rank in range(len(manifests))] for target, manifests in enumerate(targets)
-        ]
-        self._rank, self._world_size = source.rank, source.world_size
+        self.kinds = resolved.kinds
+        self.program = resolved.program
+        self.receivers = resolved.receivers
+        self._rank, self._world_size = resolved.program.rank, resolved.program.world_size
         self._tasks: dict[int, SourceTask] = {task.index: task for task in self.program.tasks}
         self._specs: dict[frozenset[int], tuple[TaskSpec, ...]] = {}
         self._scope = TaskScope()
@@ -63,10 +78,10 @@ class Wiring:
         self._aborting: Signal[None] | None = None
         self._senders = self._make_senders()
         self._routes = routes = {r: self._senders[self.kinds[t]] for t, ranks in enumerate(self.receivers) for r in ranks}
-        self._memory = TaskMemory(pool, routes)
-        self._h2d = H2DStage(recipes=recipes, memory=self._memory, workers=self._workers, scope=self._scope)
+        self._memory = TaskMemory(resolved.pool, routes)
+        self._h2d = H2DStage(recipes=resolved.recipes, memory=self._memory, workers=self._workers, scope=self._scope)
         self._prepare = PrepareStage(
-            recipes=recipes, memory=self._memory, workers=self._workers, scope=self._scope, communicator=None,
+            recipes=resolved.recipes, memory=self._memory, workers=self._workers, scope=self._scope, communicator=None,
             verify=config.verify,
         )  # fmt: skip
         self._send = SendStage(tasks=self._tasks, memory=self._memory, routes=routes, on_receiver_error=self._receiver_lost)
@@ -93,15 +108,17 @@ class Wiring:
         """Resolve the plan against the source's memory and set temporary memory aside (off the loop: it is touched here)."""
         buffers = list(source.buffers())
         kinds = transport_kinds(sources, targets, config)
-        in_place = [ReceiverId(t, r) for t, ranks in enumerate(targets) for r in range(len(ranks)) if kinds[t] == "shm"]
+        receivers = [[ReceiverId(t, rank) for rank in range(len(ranks))] for t, ranks in enumerate(targets)]
+        in_place = [receiver for target, ranks in enumerate(receivers) if kinds[target] == "shm" for receiver in ranks]
 
-        def prepare() -> tuple[Mapping[int, Recipe], BufferPool]:
-            recipes = build_recipes(plan.source_program(source.rank), buffers, _file_buffers(sources[source.rank]))
+        def resolve() -> Resolved:
+            program = plan.source_program(source.rank)
+            recipes = build_recipes(program, buffers, _file_buffers(sources[source.rank]))
             needs = [(recipe.task, recipe.layout) for recipe in recipes.values()]
-            return recipes, BufferPool.private(private_capacity(needs, config.watermark, in_place=in_place))
+            pool = BufferPool.private(private_capacity(needs, config.watermark, in_place=in_place))
+            return Resolved(program=program, kinds=kinds, receivers=receivers, recipes=recipes, pool=pool)
 
-        recipes, pool = await asyncio.to_thread(prepare)
-        return cls(source, plan, sources, targets, config, recipes, pool)
+        return cls(plan, config, await asyncio.to_thread(resolve))
 
     def _make_senders(self) -> dict[str, Sender]:
         kinds = set(self.kinds.values())
@@ -240,10 +257,7 @@ class Wiring:
 
     async def settle(self) -> int:
         """Wait a bounded time for work that an earlier push left in flight; how much of it has not ended."""
-        until = time.monotonic() + _SETTLE_S
-        while self.driver.abandoned and time.monotonic() < until:
-            await asyncio.sleep(self.config.poll_interval_s)
-        return self.driver.abandoned
+        return await self.driver.settle(_SETTLE_S)
 
     async def close(self) -> None:
         """Close everything in bounded time. Memory that work still uses is kept alive by that work."""

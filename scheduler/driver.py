@@ -216,6 +216,16 @@ class Driver:
                 del last, run  # Else the error, its traceback and this frame would keep each other alive.
         return log.outcome(self.clock(), last.peak_tmp_bytes)
 
+    async def settle(self, timeout_s: float) -> int:
+        """Between pushes: wait at most ``timeout_s`` seconds for work that failed ones left in flight; how much is left."""
+        if self._flights and not self._deaf:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._until_quiet(asyncio.get_running_loop())
+            except TimeoutError:
+                pass  # What is left is in the answer.
+        return self.abandoned
+
     async def close(self, timeout_s: float) -> tuple[Stuck, ...]:
         """Call off the push that runs, wait at most ``timeout_s`` seconds for all work in flight, and watch nothing any more.
 

@@ -82,10 +82,13 @@ class PrepareStage:
         return add_digests(self._digests.values())
 
     async def _assemble(self, recipe: Recipe, assembly: Assembly, push: int) -> None:
-        task = recipe.task
-        holding = await self._memory.claim_with_bucket((push, task.index), task, recipe.layout)
+        task, gather = recipe.task, self.communicator
+        holding = await self._memory.claim((push, task.index), task, recipe.layout)
+        self._check_current(push, task)
+        await self._memory.claim_bucket((push, task.index), task)
+        self._check_current(push, task)
         bucket = self._memory.bucket((push, task.index))
-        arrivals = self._post_receives(task, holding, bucket)
+        arrivals = _post_receives(gather, task, holding, bucket)
         filled = self._workers.submit(assembly.fill, bucket, holding.files(), verify=self._verify)
         failures = _Failures()
         jobs: list[Awaitable[object]] = [filled]
@@ -100,28 +103,15 @@ class PrepareStage:
         if push == self._push:
             self._digests[task.index] = add_digests((filled.result, rest))
 
-    def _post_receives(
-        self, task: SourceTask, holding: Holding, bucket: torch.Tensor
-    ) -> list[tuple[torch.Tensor, Signal[None]]]:
-        posted = []
-        for number, message in enumerate(task.receives):
-            if message.direct:
-                start, nbytes = direct_range(message, sends=False)
-                memory = bucket[start : start + nbytes]
-            else:
-                memory = holding.message(number, message.nbytes)
-            posted.append((memory, self._gather().recv(memory, message.peer, message.tag)))
-        return posted
-
     async def _contribute(self, recipe: Recipe, push: int) -> None:
-        task = recipe.task
+        task, gather = recipe.task, _needed(self.communicator)
         holding = await self._memory.claim((push, task.index), task, recipe.layout)
         packed = [self._pack(packing, number, holding) for number, packing in enumerate(recipe.packings)]
         failures = _Failures()
         sent = []
         for packing, (memory, signal) in zip(recipe.packings, packed, strict=True):
             if signal is None or await failures.ended(signal):
-                sent.append(self._gather().send(memory, packing.message.peer, packing.message.tag))
+                sent.append(gather.send(memory, packing.message.peer, packing.message.tag))
         for signal in sent:
             await failures.ended(signal)
         failures.check()
@@ -136,10 +126,30 @@ class PrepareStage:
         memory = holding.message(number, message.nbytes)
         return memory, self._workers.submit(packing.run, memory, files)
 
-    def _gather(self) -> Communicator:
-        if self.communicator is None:
-            raise TransportError("this rank has messages to exchange with other source ranks, and no communicator")
-        return self.communicator
+    def _check_current(self, push: int, task: SourceTask) -> None:
+        """A task that waited for memory until its push was over must not use what belongs to the next one."""
+        if push != self._push:
+            raise TransportError(f"task {task.index}: its push ended before there was memory for it")
+
+
+def _needed(gather: Communicator | None) -> Communicator:
+    if gather is None:
+        raise TransportError("this rank has messages to exchange with other source ranks, and no communicator")
+    return gather
+
+
+def _post_receives(
+    gather: Communicator | None, task: SourceTask, holding: Holding, bucket: torch.Tensor
+) -> list[tuple[torch.Tensor, Signal[None]]]:
+    posted = []
+    for number, message in enumerate(task.receives):
+        if message.direct:
+            start, nbytes = direct_range(message, sends=False)
+            memory = bucket[start : start + nbytes]
+        else:
+            memory = holding.message(number, message.nbytes)
+        posted.append((memory, _needed(gather).recv(memory, message.peer, message.tag)))
+    return posted
 
 
 class _Failures:

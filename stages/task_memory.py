@@ -120,19 +120,18 @@ class TaskMemory:
             await holding.private
         return holding
 
-    async def claim_with_bucket(self, key: Key, task: SourceTask, layout: Layout) -> Holding:
-        """The same, and the bucket: in the memory of the transport that needs it there, else in private memory."""
-        holding = await self.claim(key, task, layout)
+    async def claim_bucket(self, key: Key, task: SourceTask) -> None:
+        """Then, on the owner, the bucket: in the memory of the transport that needs it there, else in private memory."""
+        holding = self._holdings[key]
         home = self._home(task)
         if home is not None:
             holding.shared = home.claim(task)
             holding.bucket = (await holding.shared).memory
         elif holding.private is not None:
-            start = layout.bucket
+            start = holding.layout.bucket
             holding.bucket = holding.private.result.memory[start : start + task.nbytes]
         else:
             holding.bucket = torch.empty(0, dtype=torch.uint8)
-        return holding
 
     def bucket(self, key: Key) -> torch.Tensor:
         """The bucket of a task whose `prepare` is done."""

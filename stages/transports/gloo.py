@@ -92,7 +92,8 @@ class GlooSender:
             raise TransportError("this sender is closed")
         self.drop(receivers)
         if self._rendezvous is None:
-            self._rendezvous = Rendezvous.host(self._bind_host, timeout_s=self._timeout_s)
+            host = partial(Rendezvous.host, self._bind_host, timeout_s=self._timeout_s)
+            self._rendezvous = await call_in_thread(host, name="syncline-rendezvous")
         offers = {}
         for target in sorted({receiver.target for receiver in receivers}):
             link = _TargetLink(target, sorted(r.rank for r in receivers if r.target == target))

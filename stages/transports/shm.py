@@ -140,7 +140,7 @@ class ShmSender:
         self._ring: Segment | None = None
         self._pool: BufferPool | None = None
         self._landing = LandingBuffers(
-            program.landing_nbytes, landing, workers, holders=self._holders, drop=self._give_up, retired=self._unmap
+            program.landing_nbytes, landing, workers, holders=self._holders, drop=self.drop, retired=self._unmap
         )
         self._closed = False
 
@@ -348,9 +348,6 @@ class ShmSender:
 
     def _holders(self, number: int) -> set[ReceiverId]:
         return {receiver for receiver, link in self._links.items() if number in link.leases.values()}
-
-    def _give_up(self, receivers: set[ReceiverId], _reason: TransportError) -> None:
-        self.drop(receivers)
 
     def _unmap(self, number: int) -> None:
         for link in self._links.values():

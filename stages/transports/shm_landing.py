@@ -46,7 +46,7 @@ class LandingBuffers:
         mode: ``mapped`` keeps two buffers (receivers serve from one), ``staged`` one.
         workers: where memory is allocated and touched.
         holders: says which linked receivers hold a lease on a buffer, by its number.
-        drop: gives receivers up, with the reason.
+        drop: gives receivers up.
         retired: called with the number of a buffer that is let go.
 
     Attributes:
@@ -61,7 +61,7 @@ class LandingBuffers:
         workers: Workers,
         *,
         holders: Callable[[int], set[ReceiverId]],
-        drop: Callable[[set[ReceiverId], TransportError], None],
+        drop: Callable[[set[ReceiverId]], None],
         retired: Callable[[int], None],
     ) -> None:
         self._nbytes = nbytes
@@ -95,13 +95,14 @@ class LandingBuffers:
     async def choose(self, timeout_s: float) -> Segment:
         """The buffer for the next push: one that nobody reads or writes any more.
 
-        Waits ``timeout_s`` seconds for one; then allocates another, up to `MAX_BUFFERS`; then drops the receivers that hold
-        more than their share.
+        Waits ``timeout_s`` seconds for receivers that hold more than their share (one buffer to serve from in ``mapped``);
+        then allocates another buffer; with `MAX_BUFFERS` there already, first drops those receivers, or those that hold
+        the buffer that was used longest ago. What a dropped receiver holds is left to it.
         """
         segment = await self._wait_for_free(timeout_s)
         if segment is None:
             if len(self.segments) >= MAX_BUFFERS:
-                self._drop_hoarders()
+                self._make_room()
             segment = await self._add()
         self.segments.remove(segment)
         self.segments.append(segment)
@@ -138,7 +139,8 @@ class LandingBuffers:
             for segment in self.segments:
                 if not self.writers[segment.number] and not segment.is_leased():
                     return segment
-            if len(self.segments) < self._kept or loop.time() >= until:
+            late = self._hoarders() or any(self.writers[segment.number] for segment in self.segments)
+            if len(self.segments) < self._kept or loop.time() >= until or not late:
                 return None
             self._released.clear()
             try:
@@ -154,12 +156,12 @@ class LandingBuffers:
             self.segments.remove(segment)
             self._retired(segment.number)
 
-    def _drop_hoarders(self) -> None:
-        share = self._kept - 1
+    def _hoarders(self) -> set[ReceiverId]:
         held = [receiver for segment in self.segments for receiver in self._holders(segment.number)]
-        hoarders = {receiver for receiver in held if held.count(receiver) > share}
-        reason = f"it holds more than {share} of {len(self.segments)} landing buffers and did not release them in time"
-        self._drop(hoarders, TransportError(f"dropped: {reason}"))
+        return {receiver for receiver in held if held.count(receiver) > self._kept - 1}
+
+    def _make_room(self) -> None:
+        self._drop(self._hoarders() or self._holders(self.segments[0].number))
         self._retire()
         if len(self.segments) >= MAX_BUFFERS:
             raise TransportError(

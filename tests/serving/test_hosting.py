@@ -101,6 +101,17 @@ async def test_every_answer_during_pushes_is_what_its_versions_give(folder, tiny
     assert {error["error"] for error in load.errors} == ({"RequestAborted"} if in_flight == "abort" else set())
 
 
+async def test_it_serves_nothing_before_the_first_push(folder):
+    options = HostOptions(model=str(folder), random_weights=7)
+    async with HostedEngine(options) as hosted, aiohttp.ClientSession(hosted.addresses["http"]) as client:
+        assert hosted.addresses["control"].startswith("tcp://127.0.0.1:")
+        async with client.post("/generate", json={"prompt_ids": [9]}) as response:
+            assert (response.status, (await response.json())["error"]) == (503, "TargetFenced")
+        async with client.get("/status") as response:
+            status = await response.json()
+    assert (status["state"], status["engine"]["state"], status["version"]) == ("FENCED", "FENCED", None)
+
+
 async def test_what_cannot_start_leaves_nothing_behind(folder):
     unusable = folder / "file"
     unusable.touch()

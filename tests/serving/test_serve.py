@@ -89,15 +89,3 @@ async def test_it_serves_and_ends_gracefully(started, tmp_path):
         assert await process.wait() == 0
     assert not ready.exists()
     assert not (tmp_path / "control.sock").exists()
-
-
-async def test_it_serves_nothing_before_the_first_push(started):
-    process, addresses, _ = await started()
-    async with aiohttp.ClientSession(addresses["http"]) as client:
-        async with client.post("/generate", json={"prompt": "Hello"}) as response:
-            assert (response.status, (await response.json())["error"]) == (503, "TargetFenced")
-        async with client.get("/status") as response:
-            assert (await response.json())["state"] == "FENCED"
-    process.send_signal(signal.SIGINT)
-    async with asyncio.timeout(30):
-        assert await process.wait() == 0

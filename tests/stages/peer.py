@@ -8,6 +8,7 @@ JSON command a line and answers with one JSON line each, as soon as that command
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -178,6 +179,12 @@ def expected(manifest: Manifest, piece: Piece, version: int) -> torch.Tensor:
 
 
 def make_plan(spec: dict[str, Any]) -> Plan:
+    return _plan(json.dumps(spec))
+
+
+@functools.lru_cache(maxsize=2)
+def _plan(text: str) -> Plan:
+    spec = json.loads(text)
     targets = [[target_manifest(spec, t, r) for r in range(n)] for t, n in enumerate(spec["targets"])]
     return build_plan(
         [source_manifest(spec, rank) for rank in range(spec["sources"])],

@@ -83,6 +83,22 @@ async def test_a_contributor_is_done_when_its_messages_have_left(world):
         assert source.memory.in_flight == 0
 
 
+async def test_a_task_that_waited_into_the_next_push_touches_nothing_of_it(world):
+    one = await world(seed=44, transport="shm", landing="staged", sources=2, targets=[1], elements=20_000)
+    owner = one.sources[0]
+    task = next(task for task in owner.program.tasks if task.owner == 0 and task.receives)
+    hog = await owner.pool.acquire(owner.pool.capacity)
+    owner.prepare.begin(1)
+    late = owner.prepare.start(task.index)
+    await asyncio.sleep(0)
+    owner.prepare.begin(2)
+    hog.release()
+    with pytest.raises(TransportError, match="ended before there was memory"):
+        await late
+    owner.memory.release(1, task.index)
+    assert owner.pool.in_use == 0
+
+
 async def test_messages_without_a_communicator_are_an_error(world):
     one = await world(seed=42, transport="gloo", landing="staged", sources=2, targets=[1], elements=20_000)
     owner = one.sources[0]
@@ -147,20 +163,22 @@ async def test_a_bucket_lies_where_its_transport_needs_it():
     pool = BufferPool.private(4096)
     memory = TaskMemory(pool, {A: anywhere, B: here})
     layout = Layout.of(10, (20, -1, 30), 100)
-    claim = asyncio.create_task(memory.claim_with_bucket((1, 0), source_task(), layout))
+    holding = await memory.claim((1, 0), source_task(), layout)
+    claim = asyncio.create_task(memory.claim_bucket((1, 0), source_task()))
     await asyncio.sleep(0)
     ((_, signal),) = here.claims
     assert pool.in_use == layout.without_bucket == 256 * 3
     loan = await BufferPool.private(256).acquire(100)
     signal.set(loan)
-    holding = await claim
+    await claim
     assert memory.bucket((1, 0)) is loan.memory
     assert [holding.message(i, n).numel() for i, n in ((0, 20), (2, 30))] == [20, 30]
     assert holding.files().numel() == 10
     memory.release(1, 0)
     memory.release(1, 0)
     assert pool.in_use == 0
-    holding = await memory.claim_with_bucket((1, 1), source_task(1, receivers=(A,)), layout)
+    holding = await memory.claim((1, 1), source_task(1, receivers=(A,)), layout)
+    await memory.claim_bucket((1, 1), source_task(1, receivers=(A,)))
     assert holding.bucket.numel() == 100
     assert pool.in_use == layout.with_bucket == 256 * 4
     memory.release(1, 1)
@@ -197,7 +215,8 @@ async def sending():
     tasks = {index: source_task(index) for index in range(3)}
     memory = TaskMemory(BufferPool.private(4096), dict.fromkeys((A, B), sender))
     for index, task in tasks.items():
-        await memory.claim_with_bucket((1, index), task, Layout.of(0, (), 100))
+        await memory.claim((1, index), task, Layout.of(0, (), 100))
+        await memory.claim_bucket((1, index), task)
     stage = SendStage(
         tasks=tasks, memory=memory, routes={A: sender, B: sender}, on_receiver_error=lambda *error: errors.append(error)
     )
@@ -258,7 +277,8 @@ async def test_the_end_of_a_push_ends_what_waits_for_a_drop(sending):
 async def test_a_receiver_without_a_transport_is_an_error_of_that_receiver():
     errors = []
     memory = TaskMemory(BufferPool.private(4096), {})
-    await memory.claim_with_bucket((1, 0), source_task(), Layout.of(0, (), 100))
+    await memory.claim((1, 0), source_task(), Layout.of(0, (), 100))
+    await memory.claim_bucket((1, 0), source_task())
     stage = SendStage(
         tasks={0: source_task()}, memory=memory, routes={}, on_receiver_error=lambda receiver, _: errors.append(receiver)
     )

@@ -154,7 +154,9 @@ async def test_a_receiver_that_takes_no_part_in_a_push_holds_nothing(world, land
         source.fill(version)
         await one.targets[takes].half.begin(f"p{version}", timeout_s=30)
         source.mine = [takes]
-        sent, got = await asyncio.gather(source.push(f"p{version}"), one.targets[takes].receive())
+        async with asyncio.timeout(30):  # nobody waits for a lease that is not late
+            sending = source.push(f"p{version}", timeout_s=100, lease_timeout_s=100)
+            sent, got = await asyncio.gather(sending, one.targets[takes].receive())
         assert (sent["late"], got["error"]) == ({}, "")
         await one.targets[takes].commit()
         await source.end([takes])
@@ -165,6 +167,31 @@ async def test_a_receiver_that_takes_no_part_in_a_push_holds_nothing(world, land
     source.mine = [takes, idle]
     await one.push(8)
     assert one.targets[idle].wrong(8) == []
+
+
+async def test_receivers_that_fell_behind_are_dropped_when_buffers_run_out(world):
+    one = await world(seed=10, transport="shm", landing="mapped", targets=[1] * (MAX_BUFFERS + 1), elements=500)
+    source, everyone = one.sources[0], list(one.targets)
+    served, dropped = {}, []
+    for version in range(1, 2 * MAX_BUFFERS + 2):
+        behind = version - 1 if version <= MAX_BUFFERS else MAX_BUFFERS  # one after the other stays at its version
+        live = [receiver for receiver in everyone[behind:] if receiver in source.sender.linked]
+        source.fill(version)
+        source.mine = live
+        for receiver in live:
+            await one.targets[receiver].half.begin(f"p{version}", timeout_s=30)
+        sent, *got = await asyncio.gather(source.push(f"p{version}"), *(one.targets[r].receive() for r in live))
+        dropped += sent["late"]
+        assert [said["error"] for said in (sent, *got)] == [""] * (1 + len(live))
+        for receiver in live:
+            await one.targets[receiver].commit()
+            served[receiver] = version
+        await source.end(live)
+        assert len(source.sender._landing.segments) <= MAX_BUFFERS
+        for receiver, version_served in served.items():
+            assert one.targets[receiver].wrong(version_served) == []
+    assert dropped
+    assert everyone[-1] in source.sender.linked
 
 
 async def test_what_a_dropped_receiver_serves_from_is_never_written_again(world):
