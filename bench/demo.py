@@ -75,7 +75,7 @@ class Demo:
     servers: list[Server] = field(default_factory=list)
     trainers: list[asyncio.subprocess.Process] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
 
     def make_model(self) -> None:
         """The model folder: a small Llama with random weights and a byte-level vocabulary, or what the user named."""
@@ -155,6 +155,12 @@ class Demo:
             if process.returncode != 0:
                 raise RuntimeError(f"trainer rank {rank} failed:\n{_tail(self.work / f'trainer-{rank}.log')}")
 
+    def note_failures(self, event: dict[str, Any]) -> None:
+        """A step's first push that did not reach every engine; later ones of the same step bring it up to date."""
+        if event["event"] == "push" and not event["ok"] and f"step {event['step']}" not in self.failures:
+            missed = [target["error"] for target in event["targets"].values() if not target["ok"]]
+            self.failures[f"step {event['step']}"] = "; ".join(missed)
+
     async def stop(self) -> None:
         """End every process that this run started, with its whole group."""
         processes = [*self.trainers, *(server.process for server in self.servers if server.process)]
@@ -210,9 +216,8 @@ async def _drive(demo: Demo, view: DemoView) -> list[Answer]:
         async for event in demo.trainer_events():
             demo.events.append(event)
             view.event(event, clients)
-            if event["event"] == "push" and not event["ok"]:
-                demo.failures += [f"step {event['step']}: {t['error']}" for t in event["targets"].values() if not t["ok"]]
-            if event["event"] == "push" and event["step"] == args.kill_engine_at:
+            demo.note_failures(event)
+            if event["event"] == "push" and event["step"] == args.kill_engine_at and rejoin is None:
                 rejoin = asyncio.create_task(_kill_and_restart(demo, demo.servers[-1], view))
         if rejoin is not None:
             await rejoin

@@ -23,6 +23,8 @@ from syncline.engine.messages import Landing
 
 from .demo_model import model_dtype
 
+_REJOIN_S = 120.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArgs:
@@ -158,13 +160,25 @@ async def loop(
         if args.rank == 0:
             emit("step", step=step, loss=float(loss.detach()), seconds=time.perf_counter() - began)
         snapshot(model, args.work_dir / f"version-{step}.safetensors", args.rank)
-        report = await engine.push(version=step)
-        if args.rank == 0:
-            emit("push", step=step, **report_fields(report))
-            if report.trace is not None:
-                report.trace.save(args.work_dir / "trace.json")
+        report = await push(args, engine, step)
+    # An engine that comes back after the last step still gets the newest version: the same one is pushed again, and only
+    # those apply it that do not hold it.
+    async with asyncio.timeout(_REJOIN_S):
+        while not report.ok:
+            await asyncio.sleep(0.5)
+            report = await push(args, engine, args.steps)
     if args.rank == 0:
         emit("trained")
+
+
+async def push(args: TrainerArgs, engine: TransferEngine, step: int) -> PushReport:
+    """Push, and tell the demo what came of it."""
+    report = await engine.push(version=step)
+    if args.rank == 0:
+        emit("push", step=step, **report_fields(report))
+        if report.trace is not None and report.bytes:
+            report.trace.save(args.work_dir / "trace.json")
+    return report
 
 
 def main() -> None:

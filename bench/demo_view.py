@@ -104,7 +104,9 @@ class DemoView:
         title = f"syncline demo · {self.args.model} · {self.args.ranks} ranks → {self.args.engines} engine(s)"
         return Group(Panel(Group(head, bar), title=title), table, Text("\n".join(self._notes), style="yellow"))
 
-    def summary(self, events: list[dict[str, Any]], answers: list[Any], proof: Any, failures: list[str], out: Path) -> None:
+    def summary(
+        self, events: list[dict[str, Any]], answers: list[Any], proof: Any, failures: dict[str, str], out: Path
+    ) -> None:
         """What was shown, as figures, and the proof's result."""
         pushes = [event for event in events if event["event"] == "push"]
         seconds = sorted(push["seconds"] for push in pushes)
@@ -114,7 +116,7 @@ class DemoView:
         rows = [
             ("pushes", f"{len(pushes)}, {sum(push['ok'] for push in pushes)} complete on every engine"),
             ("seconds a push", f"median {seconds[len(seconds) // 2]:.3f}, worst {seconds[-1]:.3f}"),
-            ("bytes a push", f"{pushes[-1]['bytes'] / 1e6:.1f} MB in {pushes[-1]['tasks']} tasks"),
+            ("bytes a push", f"{max(push['bytes'] for push in pushes) / 1e6:.1f} MB in {pushes[-1]['tasks']} tasks"),
             ("temporary bytes", f"peak {peak / 2**20:.2f} MiB of {self.watermark / 2**20:.0f} MiB"),
             ("loss", f"{losses[0]:.3f} to {losses[-1]:.3f}"),
             ("requests answered", f"{len(answers)} ({spanning} went on over a change of version), {self._refused} refused"),
@@ -126,7 +128,7 @@ class DemoView:
         for name, value in rows:
             table.add_row(name, value)
         self.console.print(table)
-        for failure in failures:
-            self.console.print(f"not complete: {failure}", style="yellow", highlight=False, markup=False)
+        for step, failure in failures.items():
+            self.console.print(f"{step} missed an engine: {failure[:160]}", style="yellow", highlight=False, markup=False)
         verdict = "every answer is what its version gives" if proof.ok else "THE PROOF FAILED"
         self.console.print(verdict, style="bold green" if proof.ok else "bold red")

@@ -24,7 +24,16 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from .errors import AuthError, ControlError, ProtocolError, PushTimeout, SourceRankLost, SynclineError, error_from_wire
+from .errors import (
+    AuthError,
+    ControlError,
+    PlanError,
+    ProtocolError,
+    PushTimeout,
+    SourceRankLost,
+    SynclineError,
+    error_from_wire,
+)
 
 log = logging.getLogger("syncline.engine")
 
@@ -116,7 +125,8 @@ def attempt_of(step: str) -> str:
 def error_frame(step: str, error: BaseException) -> Frame:
     """The frame that carries the failure of an attempt to another rank."""
     kind = type(error).__name__ if isinstance(error, SynclineError) else "StageError"
-    return Frame(step=step, payload=str(error).encode(), error=kind)
+    text = "\n".join(error.problems) if isinstance(error, PlanError) else str(error)
+    return Frame(step=step, payload=text.encode(), error=kind)
 
 
 def _ignore_abort(_attempt: str, _error: SynclineError) -> None:

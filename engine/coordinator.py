@@ -18,7 +18,16 @@ import msgspec
 from syncline.scheduler.plan import Plan
 
 from .config import TransferConfig
-from .errors import ProtocolError, PushTimeout, SynclineError, TargetLost, TargetUnreachable, VersionConflict, error_from_wire
+from .errors import (
+    PlanError,
+    ProtocolError,
+    PushTimeout,
+    SynclineError,
+    TargetLost,
+    TargetUnreachable,
+    VersionConflict,
+    error_from_wire,
+)
 from .messages import (
     AbortRequest,
     CompleteReply,
@@ -71,6 +80,7 @@ class Coordinator:
         self._started = time.perf_counter()
         enters = decode(parts, Enter)
         self._check_alike(enters)
+        _check_manifests(enters)
         version = enters[0].version
         self._prepared, self._failed = {}, {}
         self.push_id = secrets.token_hex(8)
@@ -360,6 +370,16 @@ class Coordinator:
 
     async def close(self) -> None:
         await asyncio.gather(*(handle.close() for handle in self.handles))
+
+
+def _check_manifests(enters: Sequence[Enter]) -> None:
+    """What is wrong with the source's manifests, of all ranks at once; the same problem of several ranks once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, enter in enumerate(enters):
+        for problem in enter.problems:
+            ranks.setdefault(problem, []).append(rank)
+    if ranks:
+        raise PlanError([f"source rank {', '.join(map(str, who))}: {problem}" for problem, who in ranks.items()])
 
 
 def _manifest_digest(handle: TargetHandle) -> str:

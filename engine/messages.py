@@ -37,6 +37,8 @@ class PrepareRequest(msgspec.Struct, kw_only=True):
     plan_digest: str = ""
     push_id: str = ""
     incarnation: str = ""
+    source_incarnation: str = ""
+    """As in `ConnectRequest`; another source's links are not used. Empty: not said."""
     digests: dict[str, str] = {}
     """What the source would send to each rank, if it knows before: rank -> content digest (hex)."""
     timeout_s: float = 60.0

@@ -29,6 +29,7 @@ from .coordinator import Coordinator
 from .errors import (
     ClosedError,
     ControlError,
+    PlanError,
     PushError,
     PushTimeout,
     StageError,
@@ -119,17 +120,26 @@ class Session:
 
     async def _open(self, version: int | None) -> None:
         """``enter``; then whatever has to be made anew."""
-        manifest = self.source.manifest()
+        manifest, problems = self._take_manifest()
         enter = Enter(
             version=version,
-            manifest_digest=manifest.digest,
+            manifest_digest=manifest.digest if manifest is not None else "",
+            problems=problems,
             targets=[target.address for target in self.targets],
             config_digest=_config_digest(self.config),
             stuck=await self._wiring.settle() if self._wiring else 0,
         )
         decide = self._coordinator.decide_opening if self._coordinator else _not_here
         opening = await self._exchange("enter", msgspec.msgpack.encode(enter), decide)
+        assert manifest is not None  # a rank with problems fails the step
         await self._make(msgspec.msgpack.decode(opening, type=Opening), manifest, must=version is None)
+
+    def _take_manifest(self) -> tuple[Manifest | None, list[str]]:
+        """This rank's manifest, or what is wrong with it: all ranks' problems are told together."""
+        try:
+            return self.source.manifest(), []
+        except PlanError as error:
+            return None, list(error.problems)
 
     async def _make(self, opening: Opening, manifest: Manifest, *, must: bool) -> None:
         if opening.replan:
@@ -307,14 +317,25 @@ def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest],
     manifests = msgspec.msgpack.decode(payload, type=Manifests)
     sources = [Manifest.from_bytes(data) for data in manifests.sources]
     targets = [[Manifest.from_bytes(data) for data in ranks] for ranks in manifests.targets]
-    kinds = transport_kinds(sources, targets, config)
+    kinds: dict[int, str] = {}
+    problems: list[str] = []
+    try:
+        kinds = transport_kinds(sources, targets, config)
+    except PlanError as error:
+        problems += error.problems
     options = PlanOptions(
         bucket_bytes=config.bucket,
         max_tmp_bytes=config.watermark,
         landing=config.landing,
         shared_landing=config.landing != "streamed" and all(kind == "shm" for kind in kinds.values()),
     )
-    return build_plan(sources, targets, options), sources, targets
+    try:
+        plan = build_plan(sources, targets, options)
+    except PlanError as error:
+        raise PlanError([*problems, *error.problems]) from error
+    if problems:
+        raise PlanError(problems)
+    return plan, sources, targets
 
 
 def _typed(error: BaseException, config: TransferConfig) -> SynclineError:

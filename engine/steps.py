@@ -20,6 +20,8 @@ class Enter(msgspec.Struct, kw_only=True):
     targets: list[str]
     config_digest: str
     """Ranks with other targets or knobs would build other plans: refused at once."""
+    problems: list[str] = []
+    """What is wrong with the rank's manifest; then there is no digest."""
     stuck: int = 0
     """Tasks of earlier pushes whose work on this rank has not ended yet."""
 

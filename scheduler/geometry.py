@@ -31,7 +31,7 @@ def survey(
     sides: Sides, canonical: Canonical, held: Rows, wanted: Rows, *, options: PlanOptions, problems: Problems
 ) -> Patterns:
     """Do the box algebra of all patterns. Reports elements that no source rank holds."""
-    surveyor = _Surveyor(sides, options, held.depth)
+    surveyor = _Surveyor(sides, options, held.depth, landed=_landed(sides, wanted))
     pattern_of = np.full(len(canonical.names), -1)
     pattern = Interner[tuple[bytes, ...]]()
     gaps: list[str | None] = []
@@ -53,9 +53,13 @@ def survey(
 class _Surveyor:
     """Collects the tables, pattern by pattern."""
 
-    def __init__(self, sides: Sides, options: PlanOptions, depth: int) -> None:
+    def __init__(self, sides: Sides, options: PlanOptions, depth: int, *, landed: int) -> None:
         self._sources, self._receiving, self._world = sides.sources, sides.receiving, sides.world
         self._options, self._depth = options, depth
+        # Where parts may have owners of their own, none is larger than a quarter of what a rank has to send: else one
+        # large tensor keeps one rank busy when all others are done.
+        shared_out = self._world > 1 and options.landing != "mapped"
+        self._fair = max(1, landed // (4 * self._world)) if shared_out else max(1, landed)
         self._cut = np.array([_may_cut(holder, options) for holder in sides.receiving], bool)
         self._items: list[Items] = []
         self._units: list[Units] = []
@@ -146,11 +150,12 @@ class _Surveyor:
         numbers: list[tuple[int, ...]] = []
         boxes: list[tuple[int, ...]] = []
         pads = (0,) * (self._depth - ndim), (1,) * (self._depth - ndim)
-        for i, (shape, dtype, cut) in enumerate(
-            zip(items.shape.tolist(), items.dtype.tolist(), items.cut.tolist(), strict=True)
-        ):
+        rows = zip(items.shape.tolist(), items.dtype.tolist(), items.audience.tolist(), items.cut.tolist(), strict=True)
+        for i, (shape, dtype, audience, cut) in enumerate(rows):
             grid = leaf_grid(tuple(shape[:ndim]), SIZES[dtype], self._options.leaf_bytes)
-            parts = split(grid, self._limit(held, SIZES[dtype], grid.nbytes, 0 if cut else gathered))
+            limit = self._limit(held, SIZES[dtype], grid.nbytes, 0 if cut else gathered)
+            receivers = sum(len(self._receiving[layout].ranks) for layout in self._audience.keys[audience])
+            parts = split(grid, min(limit, self._fair // receivers))
             for p in parts:
                 numbers.append((i, p.nbytes, p.offset, p.first, p.blocks, p.block_nbytes, grid.leaf_nbytes, len(parts), 0))
                 boxes.append((*p.box.start, *pads[0], *p.box.shape, *pads[1]))
@@ -175,6 +180,12 @@ class _Surveyor:
 
 def _may_cut(holder: Holder, options: PlanOptions) -> bool:
     return options.route == "direct" and options.landing != "mapped" and not holder.layout.whole_tensors
+
+
+def _landed(sides: Sides, wanted: Rows) -> int:
+    """Bytes that all receivers together get."""
+    receivers = np.array([len(holder.ranks) for holder in sides.receiving], np.int64)
+    return int((wanted.volume * _SIZES[wanted.dtype] * receivers[wanted.layout]).sum())
 
 
 def _ranks(holders: tuple[Holder, ...], layouts: tuple[int, ...]) -> tuple[int, ...]:

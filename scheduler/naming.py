@@ -103,6 +103,8 @@ class _SourceTensors:
         self.roots = roots
         self.holders = sides.sources
         self.place: dict[str, int] = {}
+        self.disputed: set[int] = set()
+        """Tensors that a tie of some target would lose: reported as that, not as wanted by nobody."""
         tables = [holder.layout.tensors for holder in sides.sources]
         linked = bool(sides.sources) and bool(sides.sources[0].aliases)
         allowed = None if scope is None else _closure(scope, (*sides.sources, *sides.receiving))
@@ -187,6 +189,7 @@ def _ties(holder: Holder, table: _SourceTensors, problems: Problems) -> dict[str
     for family in families(holder.aliases):
         held = sorted({table.place[root] for root in map(table.roots, family) if root in table.place})
         if len(held) > 1:
+            table.disputed.update(held)
             separate = " and ".join(table.names[i] for i in held)
             problems.add(
                 f"{holder.side} ties {', '.join(sorted(family))}, but the source holds {separate} as separate tensors: one "
@@ -225,7 +228,8 @@ def _unwanted(sides: Sides, table: _SourceTensors, wanted: Mask) -> dict[str, In
     """Source tensors that no target takes and that are not declared optional."""
     optional = frozenset().union(*(holder.layout.optional for holder in sides.sources))
     excused = {table.roots(name) for name in optional}
-    return {table.names[i]: table.shape_of(i) for i in np.flatnonzero(~wanted).tolist() if table.names[i] not in excused}
+    unwanted = (i for i in np.flatnonzero(~wanted).tolist() if i not in table.disputed)
+    return {table.names[i]: table.shape_of(i) for i in unwanted if table.names[i] not in excused}
 
 
 def _report_leftovers(

@@ -44,6 +44,11 @@ class Rows:
     def dtype(self) -> Ints:
         return self.facts[:, _DTYPE]
 
+    @property
+    def volume(self) -> Ints:
+        """Elements of each row."""
+        return np.asarray(np.prod(self.facts[:, _BOX + self.depth : _BOX + 2 * self.depth], axis=1, dtype=np.int64))
+
     def key(self, tensor: int) -> bytes:
         """Equal for tensors of which all the same facts hold."""
         return self.facts[self.first[tensor] : self.first[tensor + 1]].tobytes()

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -135,54 +136,60 @@ async def targets(rig, run_dir):
         await target.close()
 
 
-class RankProcess:
-    """One rank in a process of its own."""
+@pytest.fixture(scope="session")
+def nursery():
+    """The socket where rank processes are born."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        path = f"{home}/nursery"
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        process = subprocess.Popen([sys.executable, str(RIG), path], stdout=subprocess.PIPE, env={**os.environ, **one_thread})
+        with process:
+            assert process.stdout.readline() == b"ready\n"
+            yield path
+            process.kill()
 
-    def __init__(self, process):
-        self.process = process
+
+class RankProcess:
+    """One rank in a process of its own. Its end is seen at its connection."""
+
+    def __init__(self, reader, writer, pid):
+        self._reader, self._writer, self.pid = reader, writer, pid
         self.address = ""
 
-    @property
-    def pid(self):
-        return self.process.pid
-
-    async def ask(self, *command):
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        await self.process.stdin.drain()
-        return json.loads(await self._line())
-
-    async def _line(self):
+    async def ask(self, name, **arguments):
+        self._writer.write(json.dumps([name, arguments]).encode() + b"\n")
         async with asyncio.timeout(60):
-            return await self.process.stdout.readline()
+            return json.loads(await self._reader.readline())
 
     def signal(self, number):
-        os.kill(self.process.pid, number)
+        os.kill(self.pid, number)
 
-    async def end(self, *, kill=True):
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGCONT)
-                if kill:
-                    self.process.kill()
-                else:
-                    self.process.stdin.close()
-        async with asyncio.timeout(30):
-            await self.process.wait()
+    async def gone(self):
+        """Wait until the process is dead."""
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionError):
+                while await self._reader.readline():
+                    pass
+
+    async def end(self):
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        await self.gone()
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
 
 
 @pytest.fixture
-async def processes(rig):
+async def processes(nursery):
     """Starts ranks in processes of their own: ``await processes(rank=0, world=2, listen=…, leader=…)``."""
     made = []
 
     async def start(**options):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(RIG), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        rank = RankProcess(process)
+        reader, writer = await asyncio.open_unix_connection(nursery)
+        rank = RankProcess(reader, writer, int(await reader.readline()))
         made.append(rank)
-        process.stdin.write(json.dumps(options).encode() + b"\n")
-        rank.address = json.loads(await rank._line())
+        rank.address = await rank.ask("start", **options)
         return rank
 
     yield start

@@ -1,6 +1,6 @@
 """Targets for tests of the receiver: toy loaders whose content says its version, a transport in memory, a toy source.
 
-Loaded by the conftest, and run as a script for ranks in processes of their own (`main`).
+Loaded by the conftest, and run as a script for ranks in processes of their own (`nursery`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
-import threading
 import zlib
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ import xxhash
 
 from syncline.engine.control_client import ControlClient
 from syncline.engine.fence import Fence
-from syncline.engine.messages import AbortRequest, CompleteRequest, ConnectRequest, JoinRequest, PrepareRequest, RankLinks
+from syncline.engine.messages import AbortRequest, CompleteRequest, ConnectRequest, PrepareRequest, RankLinks
 from syncline.engine.receiver import Receiver
 from syncline.scheduler.layout import Box, Buffer, Manifest, Piece, Tensor
 from syncline.scheduler.plan import PlanOptions, build_plan
@@ -422,44 +421,61 @@ def arm(step, action):
     setattr(Fence, step, hooked)
 
 
-async def main():
-    """Takes one JSON line with options; then one command a line on stdin, one JSON answer a line on stdout."""
-    options = json.loads(sys.stdin.readline())
-    loader = ToyLoader(
-        rank=options["rank"], world=options["world"], movable=options.get("movable", False), version=options.get("version")
-    )
-    receiver = Receiver(
-        loader, options["listen"], rank=options["rank"], world_size=options["world"], leader=options.get("leader"),
-        initial_version=options.get("version"), heartbeat_s=0.2, patience_s=options.get("patience_s", 2.0),
-    )  # fmt: skip
-    await receiver.start()
-    commands = asyncio.Queue()
-    loop = asyncio.get_running_loop()
+class RankServer:
+    """A rank in a process of its own: one JSON command a line, one JSON answer a line."""
 
-    def read():
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(commands.put_nowait, line)
-        loop.call_soon_threadsafe(commands.put_nowait, '["quit"]')
+    def __init__(self):
+        self.loader = self.receiver = None
 
-    threading.Thread(target=read, daemon=True).start()
-    print(json.dumps(receiver.address), flush=True)
-    while True:
-        name, *args = json.loads(await commands.get())
-        match name:
-            case "quit":
-                break
-            case "arm":
-                arm(*args)
-                answer = True
-            case "look":
-                answer = {
-                    "state": receiver.state, "version": receiver.version, "serving": receiver.serving_version,
-                    "holds": loader.versions(args[0]), "calls": loader.calls,
-                }  # fmt: skip
-        print(json.dumps(answer), flush=True)
-    await receiver.close()
+    async def start(self, rank, world, listen, leader=None, version=None, movable=False):
+        self.loader = ToyLoader(rank=rank, world=world, movable=movable, version=version)
+        self.receiver = Receiver(
+            self.loader, listen, rank=rank, world_size=world, leader=leader, initial_version=version, heartbeat_s=0.2,
+            patience_s=2.0,
+        )  # fmt: skip
+        await self.receiver.start()
+        return self.receiver.address
+
+    async def arm(self, step, action):
+        arm(step, action)
+
+    async def look(self, newest):
+        receiver = self.receiver
+        return {
+            "state": receiver.state, "version": receiver.version, "serving": receiver.serving_version,
+            "holds": self.loader.versions(newest), "calls": self.loader.calls,
+        }  # fmt: skip
+
+    async def serve(self, connection):
+        reader, writer = await asyncio.open_connection(sock=connection)
+        writer.write(f"{os.getpid()}\n".encode())
+        while line := await reader.readline():
+            name, arguments = json.loads(line)
+            answer = await getattr(self, name)(**arguments)
+            writer.write(json.dumps(answer).encode() + b"\n")
+        writer.close()
+        if self.receiver is not None:
+            await self.receiver.close()
+
+
+def nursery(path):
+    """Import everything once; fork a rank for each connection."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        print("ready", flush=True)
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                try:
+                    asyncio.run(RankServer().serve(connection))
+                finally:
+                    os._exit(0)
+            connection.close()
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    asyncio.run(main())
+    nursery(sys.argv[1])

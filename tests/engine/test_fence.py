@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from syncline.engine.errors import BusyError, NotServing, ProtocolError, VersionConflict
-from syncline.engine.fence import Fence, Phase
+from syncline.engine.fence import Fence
 from syncline.engine.gate import Gate
 from syncline.engine.loader import Fencing, Serving
 

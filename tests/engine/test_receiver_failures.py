@@ -77,7 +77,6 @@ async def test_one_rank_with_bytes_fences_all_of_a_streamed_target(targets, unti
     await until(lambda: target.halves.of[1].released)
     await target.source.abort()
     await until(lambda: target.states() == [FENCED] * 2)
-    await until(target.is_ready)
     await check_and_recover(target, FENCED)
 
 
@@ -119,7 +118,6 @@ async def test_a_link_breaks(targets, until, landing):
     assert (result.success, result.error) == (False, "TransportError")
     assert "the wire is cut" in result.message
     assert "rank 1" in result.message
-    await until(target.is_ready)
     await check_and_recover(target, AFTER[landing])
 
 
@@ -132,7 +130,6 @@ async def test_other_bytes_than_were_sent(targets, until, landing):
     result = await target.source.complete(2)
     assert (result.success, result.error) == (False, "DigestMismatch")
     assert result.votes["1"] is False
-    await until(target.is_ready)
     await check_and_recover(target, AFTER[landing])
 
 
@@ -170,7 +167,6 @@ async def test_a_loader_that_raises_while_it_streams(targets, until, call, world
     del target.loaders[-1].hooks[call]
     # every bucket was taken all the same: the source was not left with one that nobody wants
     assert sorted(target.halves.of[world - 1].released) == [task.index for task in target.source.programs[world - 1].tasks]
-    await until(target.is_ready)
     await check_and_recover(target, FENCED)
 
 
@@ -186,7 +182,6 @@ async def test_a_loader_that_raises_in_the_commit(targets, until, call, world):
     assert "in boom" in result.message
     assert target.leader.version == 1
     target.loaders[-1].hooks.clear()
-    await until(target.is_ready)
     await check_and_recover(target, FENCED)
 
 
@@ -219,7 +214,6 @@ async def test_a_commit_hook_that_raises(targets, until):
     result = await target.source.complete(2)
     assert (result.success, result.error) == (False, "LoaderError")
     failing[0] = False
-    await until(target.is_ready)
     await check_and_recover(target, FENCED)
 
 
@@ -241,7 +235,6 @@ async def test_a_loader_that_hangs_in_the_commit(targets, until):
     finally:
         go.set()
     target.loaders[1].hooks.clear()
-    await until(target.is_ready)
     await check_and_recover(target, FENCED)
 
 
@@ -278,7 +271,6 @@ async def test_a_pass_that_does_not_end_keeps_the_old_version(targets, until, la
         await until(lambda: target.states() == [OLD] * 2)
         with target.leader.gate.forward(5.0):
             assert target.hold(1)
-    await until(target.is_ready)
     await check_and_recover(target, OLD)
 
 
