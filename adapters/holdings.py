@@ -197,7 +197,9 @@ class Holdings:
             if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
                 self._problems.append(f"{name} is an expanded tensor (stride 0): its elements share memory; clone it")
         kind = "file" if mapped is not None and mapped.is_file and not self._target else "memory"
-        return Buffer(name=name, nbytes=extent * local.element_size(), device=local.device.type, kind=kind)
+        gaps = max(0, extent - local.numel())  # a strided view of larger memory: what lies between its elements is not its own
+        size = local.element_size()
+        return Buffer(name=name, nbytes=extent * size, device=local.device.type, kind=kind, padding=gaps * size)
 
 
 class _Catalog:

@@ -245,7 +245,7 @@ def _finish(demo: Demo, answers: list[Answer], proof: Any, view: DemoView) -> in
     (out / "trace.json").write_text(json.dumps(trace))
     (out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in demo.events))
     plot_push(trace, out / "push.png", title=f"one push of {demo.args.model}, {demo.args.ranks} ranks, {demo.args.landing}")
-    view.summary(demo.events, answers, proof, demo.failures, out)
+    view.summary(demo, answers, proof, out)
     # A push that missed the server which the demo itself killed is the point of the exercise, not a failure.
     unexpected = [] if demo.args.kill_engine_at is not None else demo.failures
     return 0 if proof.ok and not unexpected else 1

@@ -148,7 +148,8 @@ async def train(args: TrainerArgs) -> None:
 async def loop(
     args: TrainerArgs, model: nn.Module, optimizer: torch.optim.Optimizer, engine: TransferEngine, data: Any
 ) -> None:
-    """The training loop: forward, backward, step, push; the next forward overlaps with the end of the push."""
+    """The training loop: forward, backward, step, push."""
+    report: PushReport | None = None
     for step in range(1, args.steps + 1):
         began = time.perf_counter()
         tokens = next(data)
@@ -164,7 +165,7 @@ async def loop(
     # An engine that comes back after the last step still gets the newest version: the same one is pushed again, and only
     # those apply it that do not hold it.
     async with asyncio.timeout(_REJOIN_S):
-        while not report.ok:
+        while report is not None and not report.ok:
             await asyncio.sleep(0.5)
             report = await push(args, engine, args.steps)
     if args.rank == 0:

@@ -104,10 +104,9 @@ class DemoView:
         title = f"syncline demo · {self.args.model} · {self.args.ranks} ranks → {self.args.engines} engine(s)"
         return Group(Panel(Group(head, bar), title=title), table, Text("\n".join(self._notes), style="yellow"))
 
-    def summary(
-        self, events: list[dict[str, Any]], answers: list[Any], proof: Any, failures: dict[str, str], out: Path
-    ) -> None:
+    def summary(self, demo: Any, answers: list[Any], proof: Any, out: Path) -> None:
         """What was shown, as figures, and the proof's result."""
+        events = demo.events
         pushes = [event for event in events if event["event"] == "push"]
         seconds = sorted(push["seconds"] for push in pushes)
         losses = [event["loss"] for event in events if event["event"] == "step"]
@@ -128,7 +127,7 @@ class DemoView:
         for name, value in rows:
             table.add_row(name, value)
         self.console.print(table)
-        for step, failure in failures.items():
+        for step, failure in demo.failures.items():
             self.console.print(f"{step} missed an engine: {failure[:160]}", style="yellow", highlight=False, markup=False)
         verdict = "every answer is what its version gives" if proof.ok else "THE PROOF FAILED"
         self.console.print(verdict, style="bold green" if proof.ok else "bold red")

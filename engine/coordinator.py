@@ -60,9 +60,7 @@ class Coordinator:
     def __init__(self, targets: Sequence[RemoteTarget], config: TransferConfig, rendezvous: str) -> None:
         self.config = config
         self.rendezvous = rendezvous
-        self.handles = [
-            TargetHandle(index, target, config.secret, config.connect_timeout_s) for index, target in enumerate(targets)
-        ]
+        self.handles = [TargetHandle(index, target, config) for index, target in enumerate(targets)]
         self.incarnation = secrets.token_hex(8)
         self.generation = 0
         self.group_broken = True
@@ -326,7 +324,7 @@ class Coordinator:
     # --------------------------------------------------------------------------------------------------------- abort
 
     async def abort(self, reason: str, *, moved: bool = True) -> None:
-        """Tell every target that got ready that this push is over; their links are made anew next time.
+        """Tell every target that got ready that this push is over. Every rank closes its links: all are made anew next time.
 
         ``moved``: data may have moved already, so the communicator among the source ranks is made anew, too.
         """
@@ -334,8 +332,9 @@ class Coordinator:
         request = AbortRequest(push_id=self.push_id, reason=reason)
         await self._ask(prepared, lambda handle: handle.client.abort(request), _ABORT_TIMEOUT_S)
         self.group_broken = self.group_broken or moved
-        for handle in prepared:
-            handle.unlinked(f"the last push was aborted: {reason}")
+        for handle in self.handles:
+            if handle.linked:
+                handle.unlinked(f"the last push was aborted: {reason}")
 
     async def _ask(
         self, handles: Sequence[TargetHandle], call: Callable[[TargetHandle], Awaitable[T]], timeout_s: float

@@ -53,7 +53,7 @@ log = logging.getLogger("syncline.engine")
 
 _STATUS_S = 2.0
 _MANIFEST_S = 60.0
-_STARTING_S = 30.0
+_STARTING_S = 10.0
 """While ranks join for the first time, calls wait for them so long."""
 _FENCING_S = 5.0
 """While ranks are being fenced, calls wait for that so long."""
@@ -256,9 +256,15 @@ class Leader:
             push.completing = request
             push.allow(request.timeout_s, partial(self._feed, DeadlinePassed(push_id=push_id)))
         answer = await self._call("complete", push_id, CompleteAsked(push_id=push_id))
-        fields = {"success": answer.ok, "message": answer.message, "error": answer.error}
-        fields |= {"state": self.state, "version": self._rank.fence.version}
-        reply = CompleteReply(**fields) if push is None else push.complete_reply(**fields)
+        reply = CompleteReply(
+            success=answer.ok,
+            message=answer.message,
+            error=answer.error,
+            state=self.state,
+            version=self._rank.fence.version,
+        )
+        if push is not None:
+            push.fill_in(reply)
         if answer.ok:
             self._last = (push_id, reply)
         self._tidy()

@@ -84,18 +84,16 @@ class Push:
         digests = {rank: digest for reply in replies for rank, digest in reply.digests.items()}
         return PrepareReply(manifest_digest="+".join(reply.manifest_digest for reply in replies), digests=digests, **fields)
 
-    def complete_reply(self, **fields: Any) -> CompleteReply:
-        """The answer to the source, with the ranks' votes and the times."""
+    def fill_in(self, reply: CompleteReply) -> None:
+        """Add the ranks' votes and the times to the answer to the source."""
         began, votes = self.began, self.votes
-        commit_ended = began.get("resume", self.ended)
-        return CompleteReply(
-            num_buckets_received=max((vote.buckets for vote in votes.values()), default=0),
-            votes={str(rank): vote.yes for rank, vote in sorted(votes.items())},
-            landing_bytes=sum(vote.landing_bytes for vote in votes.values()),
-            commit_s=max(0.0, commit_ended - began["commit"]) if "commit" in began else 0.0,
-            pause_s=max(0.0, self.ended - began["pause"]) if "pause" in began else 0.0,
-            **fields,
-        )
+        reply.num_buckets_received = max((vote.buckets for vote in votes.values()), default=0)
+        reply.votes = {str(rank): vote.yes for rank, vote in sorted(votes.items())}
+        reply.landing_bytes = sum(vote.landing_bytes for vote in votes.values())
+        if "commit" in began:
+            reply.commit_s = max(0.0, began.get("resume", self.ended) - began["commit"])
+        if "pause" in began:
+            reply.pause_s = max(0.0, self.ended - began["pause"])
 
 
 async def carry_out(order: Send, rank: int, who: Obeys, incarnation: str, push: Push | None) -> Replied:

@@ -452,9 +452,9 @@ class Rank:
         update.work.add(task)
         try:
             await asyncio.wait({task, over}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
+            if task.done() and not task.cancelled():
                 return task.result()
-            if over.done():
+            if update.over.is_set():
                 raise PushAborted(f"rank {self.rank}: {update.reason}")
             raise PushTimeout(f"rank {self.rank} was not done within {timeout_s:.3g} s")
         finally:

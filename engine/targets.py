@@ -9,11 +9,16 @@ from dataclasses import dataclass
 
 from syncline.scheduler.layout import Manifest
 
+from .config import TransferConfig
 from .control_client import ControlClient
 from .errors import SynclineError, TargetLost
 from .messages import Status
 
 log = logging.getLogger("syncline.engine")
+
+_MOST_PATIENCE_S = 10.0
+"""A target whose process shows no sign of life for so long is lost; sooner if ``target_timeout_s`` is shorter."""
+_BEATS = 5
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,17 @@ class RemoteTarget:
 class TargetHandle:
     """One target on rank 0: control client, manifests, and whether its links stand."""
 
-    def __init__(self, index: int, target: RemoteTarget, secret: str | None, timeout_s: float) -> None:
+    def __init__(self, index: int, target: RemoteTarget, config: TransferConfig) -> None:
         self.index = index
         self.address = target.address
-        self.client = ControlClient(target.address, secret=target.secret or secret, timeout_s=timeout_s)
+        patience_s = min(config.target_timeout, _MOST_PATIENCE_S)
+        self.client = ControlClient(
+            target.address,
+            secret=target.secret or config.secret,
+            timeout_s=config.connect_timeout_s,
+            heartbeat_s=patience_s / _BEATS,
+            patience_s=patience_s,
+        )
         self.status: Status | None = None
         self.manifests: tuple[Manifest, ...] = ()
         self.raw_manifests: list[bytes] = []

@@ -218,7 +218,7 @@ class Driver:
 
     async def settle(self, timeout_s: float) -> int:
         """Between pushes: wait at most ``timeout_s`` seconds for work that failed ones left in flight; how much is left."""
-        if self._flights and not self._deaf:
+        if not self._deaf:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._until_quiet(asyncio.get_running_loop())

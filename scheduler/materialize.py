@@ -27,7 +27,7 @@ from .programs import (
     TargetTask,
 )
 from .regions import row_steps
-from .rows import DTYPES, SIZES, Rows
+from .rows import DTYPES, SIZES, Places
 from .sides import Sides
 
 WIRE = -1
@@ -41,8 +41,8 @@ class Routes:
     sides: Sides
     names: tuple[str, ...]
     ndim: Ints
-    held: Rows
-    wanted: Rows
+    held: Places
+    wanted: Places
     patterns: Patterns
     tasks: Tasks
     segments: Segments

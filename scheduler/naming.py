@@ -203,7 +203,7 @@ def _ties(holder: Holder, table: _SourceTensors, problems: Problems) -> dict[str
 def families(aliases: Iterable[tuple[str, str]]) -> list[set[str]]:
     """Names that aliases connect."""
     family: dict[str, set[str]] = {}
-    for pair in aliases:
+    for pair in sorted(aliases):
         merged = set().union(*(family.get(name, {name}) for name in pair))
         family.update(dict.fromkeys(merged, merged))
     return list({id(names): names for names in family.values()}.values())

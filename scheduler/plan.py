@@ -85,6 +85,7 @@ class Plan:
 
     @property
     def digest_kind(self) -> str:
+        """How receivers digest what they get, for example ``xxh3_128:262144``; ``none`` without verification."""
         return self.options.digest_kind
 
     @property
@@ -207,8 +208,8 @@ def build_plan(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]
         sides=sides,
         names=canonical.names,
         ndim=canonical.ndim,
-        held=held,
-        wanted=wanted,
+        held=held.places,
+        wanted=wanted.places,
         patterns=patterns,
         tasks=tasks,
         segments=segments,
@@ -231,21 +232,16 @@ def _check_movable(sides: Sides, options: PlanOptions, problems: Problems) -> No
 
 def _tables(sides: Sides, canonical: Canonical, sound: Mask, problems: Problems) -> tuple[Rows, Rows]:
     """Pieces of both sides, of those tensors that have no problem so far."""
-    for check in (True, False):
-        indexes = [
-            [np.where((i >= 0) & sound[i], i, -1) if len(sound) else i for i in side]
-            for side in (canonical.source_index, canonical.target_index)
-        ]
-        depth = max(1, canonical.shape.shape[1])
-        held = tabulate(sides.sources, indexes[0], len(canonical.names), depth)
-        wanted = tabulate(sides.receiving, indexes[1], len(canonical.names), depth)
-        if not check:
-            break
-        fine = check_dtypes(sides, canonical.names, held, wanted, problems)
-        if fine.all():
-            break
-        sound = sound & fine
-    return held, wanted
+    held, wanted = _tabulated(sides, canonical, sound)
+    castable = check_dtypes(sides, canonical.names, held, wanted, problems)
+    return (held, wanted) if castable.all() else _tabulated(sides, canonical, sound & castable)
+
+
+def _tabulated(sides: Sides, canonical: Canonical, sound: Mask) -> tuple[Rows, Rows]:
+    count, depth = len(canonical.names), max(1, canonical.shape.shape[1])
+    kept = np.append(np.where(sound, np.arange(count), -1), -1)  # the last one is what index -1 finds
+    source, target = ([kept[index] for index in side] for side in (canonical.source_index, canonical.target_index))
+    return tabulate(sides.sources, source, count, depth), tabulate(sides.receiving, target, count, depth)
 
 
 def _place(canonical: Canonical, patterns: Patterns, contributor: Ints, options: PlanOptions) -> Placed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,13 @@ DTYPES: tuple[str, ...] = tuple(ITEMSIZE)
 SIZES: tuple[int, ...] = tuple(ITEMSIZE.values())
 
 _LAYOUT, _DTYPE, _FILE, _BOX = 0, 1, 2, 3
+
+
+class Places(NamedTuple):
+    """Where rows are in their manifests: rows ``first[t]:first[t + 1]`` are of canonical tensor ``t``."""
+
+    first: Ints
+    piece: Ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,11 @@ class Rows:
     @property
     def dtype(self) -> Ints:
         return self.facts[:, _DTYPE]
+
+    @property
+    def places(self) -> Places:
+        """What is needed of the table once everything is planned."""
+        return Places(self.first, self.piece)
 
     @property
     def volume(self) -> Ints:

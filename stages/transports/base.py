@@ -29,8 +29,9 @@ others are offered and linked anew (also while the rest stay), never repaired.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
+import msgspec
 import torch
 import xxhash
 
@@ -48,6 +49,17 @@ OnLost = Callable[[ReceiverId, TransportError], None]
 def push_key(push_id: str) -> int:
     """64 bits that name a push on the wire."""
     return xxhash.xxh3_64_intdigest(push_id.encode())
+
+
+Offer = TypeVar("Offer")
+
+
+def decode_offer(descriptor: bytes, kind: type[Offer], owner: int) -> Offer:
+    """A sender's descriptor; `TransportError` if it is not one of this ``kind``."""
+    try:
+        return msgspec.msgpack.decode(descriptor, type=kind)
+    except msgspec.DecodeError as error:
+        raise TransportError(f"what source rank {owner} offers is not a {kind.__name__}: {error}") from error
 
 
 class Loan(Protocol):

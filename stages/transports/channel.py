@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import struct
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -35,6 +36,9 @@ class Kind(IntEnum):
     ACK = 6
     RELEASED = 7
     UNMAP = 8
+
+
+_KINDS = frozenset(Kind)
 
 
 class Message(NamedTuple):
@@ -116,7 +120,7 @@ class Channel:
         while self._queue:
             data, fds = self._queue[0]
             try:
-                socket.send_fds(self._sock, [data], list(fds), socket.MSG_NOSIGNAL)
+                _send(self._sock, data, fds)
             except BlockingIOError:
                 self._loop.add_writer(self._sock.fileno(), self._writable)
                 return
@@ -137,9 +141,9 @@ class Channel:
             except OSError as error:
                 self._lost(error)
                 return
-            if len(data) != _FORMAT.size:
+            if len(data) != _FORMAT.size or data[0] not in _KINDS:
                 _close_all(fds)
-                self._lost(None if not data else ValueError(f"a message of {len(data)} bytes"))
+                self._lost(ValueError(f"{data!r} is no message of this protocol") if data else None)
                 return
             kind, task, push, a, b = _FORMAT.unpack(data)
             self._on_message(Message(Kind(kind), task, push, a, b, fds))
@@ -151,8 +155,21 @@ class Channel:
             self._on_closed(TransportError(f"the other end of the shared-memory link is gone{why}"))
 
 
+# `socket.send_fds` and `recv_fds` take flags and do not pass them on (Python 3.11)
+
+
+def _send(sock: socket.socket, data: bytes, fds: Sequence[int]) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+    sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+
+
 def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
-    data, fds, _, _ = socket.recv_fds(sock, _FORMAT.size + 1, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    room = socket.CMSG_LEN(_MAX_FDS * array("i").itemsize)
+    data, ancillary, _, _ = sock.recvmsg(_FORMAT.size + 1, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return data, tuple(fds)
 
 

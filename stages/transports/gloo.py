@@ -22,7 +22,7 @@ from ..communicator import Communicator, Rendezvous, unique_name
 from ..completions import Completion, Signal
 from ..errors import TransportError
 from ..workers import Workers, call_in_thread
-from .base import LandingMode, Loan, OnLost
+from .base import LandingMode, Loan, OnLost, decode_offer
 
 _WINDOW = {"streamed": 2, "staged": 4}
 
@@ -302,7 +302,7 @@ class GlooHalf:
             self._free = [await self._workers.submit(touched, self._program.bucket_nbytes) for _ in range(self._window)]
 
     async def _meet(self, rank: int, descriptor: bytes, timeout_s: float) -> None:
-        offer = msgspec.msgpack.decode(descriptor, type=GlooOffer)
+        offer = decode_offer(descriptor, GlooOffer, rank)
         if offer.mode != self._mode:
             raise TransportError(
                 f"source rank {rank} offers landing mode {offer.mode}, this receiver was set up for {self._mode}"

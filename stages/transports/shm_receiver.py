@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping as MappingOf
 from functools import partial
 
-import msgspec
 import torch
 
 from syncline.scheduler.programs import Landing, TargetProgram, TargetTask
@@ -17,7 +16,7 @@ from syncline.scheduler.programs import Landing, TargetProgram, TargetTask
 from ..completions import Signal
 from ..errors import TransportError
 from ..workers import call_in_thread
-from .base import LandingMode, push_key
+from .base import LandingMode, decode_offer, push_key
 from .channel import Channel, Kind, Message
 from .shared_memory import Mapping, end_lease
 from .shm import RING, ShmOffer
@@ -114,7 +113,7 @@ class _Owner:
         try:
             self.channel.check()
         except TransportError as error:
-            raise TransportError(f"source rank {self.rank}: {self.error or error}") from None
+            raise self.error or TransportError(f"source rank {self.rank}: {error}") from None
 
     async def memory(self, key: int) -> torch.Tensor:
         """The landing buffer of a push, or the ring."""
@@ -181,6 +180,8 @@ class _Owner:
 def _map(fd: int, nbytes: int) -> Mapping:
     try:
         return Mapping(fd, nbytes)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"{nbytes} bytes of the source's shared memory could not be mapped: {error}") from error
     finally:
         os.close(fd)
 
@@ -292,7 +293,7 @@ class ShmHalf:
         return owner
 
     async def _connect(self, rank: int, descriptor: bytes) -> None:
-        offer = msgspec.msgpack.decode(descriptor, type=ShmOffer)
+        offer = decode_offer(descriptor, ShmOffer, rank)
         if offer.mode != self._mode:
             raise TransportError(
                 f"source rank {rank} offers landing mode {offer.mode}, this receiver was set up for {self._mode}"

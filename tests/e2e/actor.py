@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import logging
@@ -16,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,16 @@ class Points:
         with self._lock:
             self._armed.clear()
             self._released.set()
+
+    def before(self, function: Callable[..., Any], point: str) -> Callable[..., Any]:
+        """``function``, with ``point`` hit before each call."""
+
+        @functools.wraps(function)
+        def hooked(*args: Any, **options: Any) -> Any:
+            self.hit(point)
+            return function(*args, **options)
+
+        return hooked
 
     def hit(self, point: str) -> None:
         """The process is at ``point``."""

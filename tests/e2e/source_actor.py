@@ -16,6 +16,10 @@ from torch import nn
 
 from syncline.adapters.trainers import FSDPSource, ModuleSource
 from syncline.engine import PushReport, RemoteTarget, TransferConfig, TransferEngine
+from syncline.engine.session import Session
+from syncline.stages.barrier import GroupBarrier
+from syncline.stages.prepare import PrepareStage
+from syncline.stages.send import SendStage
 
 MEET_S = 60.0
 
@@ -29,6 +33,7 @@ class SourceActor(Actor):
         self.source: ModuleSource
         self.engine: TransferEngine
         self.version = 0
+        hook_source(self.points)
 
     def do_init(self, rank: int, world_size: int, store: str) -> None:
         """Join the trainer's process group."""
@@ -61,7 +66,6 @@ class SourceActor(Actor):
             await asyncio.to_thread(self.engine.connect_blocking)
         else:
             await self.engine.connect()
-        self._hook()
 
     async def do_push(self, version: int, blocking: bool = False, check_free: bool = False) -> dict[str, Any]:
         began = time.monotonic()
@@ -89,26 +93,22 @@ class SourceActor(Actor):
         whole = [p.full_tensor() for p in self.model.parameters()]
         return sum(t.numel() * t.element_size() for t in whole)
 
-    def _hook(self) -> None:
-        """Points ``step:…`` (before this rank contributes to a step), ``h2d``, ``prepare``, ``send``, ``barrier``."""
-        session = self.engine._session
-        if not hasattr(session, "e2e_hooked"):
-            exchange = session._exchange
 
-            async def hooked(name: str, *rest: Any) -> bytes:
-                self.points.hit(f"step:{name}")
-                return await exchange(name, *rest)
+def hook_source(points: Points) -> None:
+    """Points ``step:…`` (before this rank contributes to a step), ``prepare``, ``send``, ``barrier`` (before each is started)."""
+    exchange = Session._exchange
 
-            session._exchange = hooked
-            session.e2e_hooked = True
-        driver = session._wiring.driver
-        for name, stage in driver._stages.items():
-            if not isinstance(stage, _HookedStage):
-                driver._stages[name] = _HookedStage(stage, name, self.points)
+    async def hooked(session: Session, name: str, *rest: Any) -> bytes:
+        points.hit(f"step:{name}")
+        return await exchange(session, name, *rest)
 
-    def do_hook(self) -> None:
-        """Hook what a new plan has made anew."""
-        self._hook()
+    Session._exchange = hooked  # type: ignore[method-assign]
+    for kind, method, point in (
+        (PrepareStage, "start", "prepare"),
+        (SendStage, "start", "send"),
+        (GroupBarrier, "__call__", "barrier"),
+    ):
+        setattr(kind, method, points.before(getattr(kind, method), point))
 
 
 class _HookedSource:
@@ -138,20 +138,6 @@ class _HookedSource:
 
     def buffers(self) -> Sequence[torch.Tensor]:
         return self._source.buffers()
-
-
-class _HookedStage:
-    """A stage with a point of its name."""
-
-    def __init__(self, stage: Any, name: str, points: Points) -> None:
-        self._stage, self._name, self._points = stage, name, points
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stage, name)
-
-    def start(self, *args: Any, **options: Any) -> Any:
-        self._points.hit(self._name)
-        return self._stage.start(*args, **options)
 
 
 def as_json(report: PushReport) -> dict[str, Any]:

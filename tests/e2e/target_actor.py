@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import json
 import math
@@ -29,6 +28,8 @@ from syncline.stages.transports.shm_receiver import ShmHalf
 FORWARD_WAIT_S = 60.0
 PEER_WAIT_S = 5.0
 PACE_S = 0.001
+HEARTBEAT_S = 0.5
+PATIENCE_S = 2.0
 
 
 class TargetActor(Actor):
@@ -77,7 +78,14 @@ class TargetActor(Actor):
     ) -> str:
         """Start the receiver; returns its address."""
         self.receiver = Receiver(
-            loader=self.loader, listen=listen, rank=rank, world_size=world_size, leader=leader, initial_version=initial_version
+            loader=self.loader,
+            listen=listen,
+            rank=rank,
+            world_size=world_size,
+            leader=leader,
+            initial_version=initial_version,
+            heartbeat_s=HEARTBEAT_S,
+            patience_s=PATIENCE_S,
         )
         await self.receiver.start()
         return self.receiver.address
@@ -250,18 +258,9 @@ def _digest(tensor: torch.Tensor) -> str:
 def hook_receiver(points: Points) -> None:
     """Points ``fence.…`` (before the fence of this rank takes that step) and ``receive`` (before a bucket is taken)."""
     for name in ("prepare", "writing", "vote", "paused", "committing", "applied", "resumed"):
-        setattr(Fence, name, _hooked(getattr(Fence, name), f"fence.{name}", points))
+        setattr(Fence, name, points.before(getattr(Fence, name), f"fence.{name}"))
     for half in (GlooHalf, ShmHalf):
-        half.receive = _hooked(half.receive, "receive", points)  # type: ignore[method-assign]
-
-
-def _hooked(method: Any, point: str, points: Points) -> Any:
-    @functools.wraps(method)
-    def hooked(*args: Any, **options: Any) -> Any:
-        points.hit(point)
-        return method(*args, **options)
-
-    return hooked
+        half.receive = points.before(half.receive, "receive")  # type: ignore[method-assign]
 
 
 class HookedLoader:

@@ -427,7 +427,7 @@ class RankServer:
     def __init__(self):
         self.loader = self.receiver = None
 
-    async def start(self, rank, world, listen, leader=None, version=None, movable=False):
+    async def start(self, *, rank, world, listen, leader=None, version=None, movable=False):
         self.loader = ToyLoader(rank=rank, world=world, movable=movable, version=version)
         self.receiver = Receiver(
             self.loader, listen, rank=rank, world_size=world, leader=leader, initial_version=version, heartbeat_s=0.2,

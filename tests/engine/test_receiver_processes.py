@@ -71,7 +71,7 @@ async def test_pushes_over_shared_memory(pair, until, landing):
 
 @pytest.mark.parametrize("action", ["kill", "stop", "raise"])
 @pytest.mark.parametrize("step", STEPS)
-async def test_the_other_rank_fails_at_each_step(pair, processes, until, run_dir, step, action):
+async def test_the_other_rank_fails_at_each_step(pair, processes, until, run_dir, *, step, action):
     ranks, source = await pair("staged")
     await ranks[1].ask("arm", step=step, action=action)
     async with asyncio.timeout(30):

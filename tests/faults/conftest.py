@@ -102,7 +102,8 @@ def row_shards(whole, world, *, sizes=None, replicated=(), aliases=None, listed=
     """Sources that split every tensor by rows (``sizes``: rows per rank, by name), in memory of their own."""
     group = MeetingGroup(dist.HashStore())
     sources = []
-    starts = {name: list(itertools.accumulate((sizes or {}).get(name) or even(t, world), initial=0)) for name, t in whole.items()}
+    rows = {name: (sizes or {}).get(name) or even(tensor, world) for name, tensor in whole.items()}
+    starts = {name: list(itertools.accumulate(counts, initial=0)) for name, counts in rows.items()}
     for rank in range(world):
         held = {}
         for name, tensor in whole.items():
@@ -177,11 +178,9 @@ def poison(tensor):
 
 def same(tensor, expected):
     """Bit for bit, NaNs too."""
-    return (
-        tensor.shape == expected.shape
-        and tensor.dtype is expected.dtype
-        and torch.equal(tensor.detach().contiguous().reshape(-1).view(torch.uint8), expected.contiguous().reshape(-1).view(torch.uint8))
-    )  # fmt: skip
+    if tensor.shape != expected.shape or tensor.dtype is not expected.dtype:
+        return False
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (tensor, expected)))
 
 
 def differing(model, expected):
@@ -356,6 +355,7 @@ def kit():
 
 
 def pytest_generate_tests(metafunc):
-    """``transport`` and ``landing`` together take every pair that exists."""
-    if {"transport", "landing"} <= set(metafunc.fixturenames):
-        metafunc.parametrize(("transport", "landing"), MODES, ids="-".join)
+    """``transport`` and ``landing`` take every pair that exists; ``transport`` and ``in_place`` those that keep addresses."""
+    for landing, modes in (("landing", MODES), ("in_place", [mode for mode in MODES if mode[1] != "mapped"])):
+        if {"transport", landing} <= set(metafunc.fixturenames):
+            metafunc.parametrize(("transport", landing), modes, ids=["-".join(mode) for mode in modes])

@@ -229,7 +229,7 @@ async def test_a_float8_weight_whose_scale_the_source_lacks_is_refused(start_tar
 
 
 def crooked(kit):
-    """A source of two ranks and two targets with eight problems of as many kinds. Returns (sources, models, what names them)."""
+    """A source of two ranks and two targets with eight problems of as many kinds: sources, models, and words for each."""
     whole = kit.stamped({
         "fine": (4, 2), "hole": (4, 2), "old.q": (3, 2), "old.k": (3, 2), "spare": (5,), "shape": (2, 3),
         "count": ((4,), torch.int32), "fp8": ((4, 2), torch.float8_e4m3fn),
@@ -240,8 +240,8 @@ def crooked(kit):
     first |= kit.stamped({"new.q": (3, 2), "new.k": (3, 2), "shape": (3, 2), "frozen": (7, 7)})
     second = {**first, "count": torch.zeros(4), "fp8": torch.zeros(4, 2), "frozen2": torch.zeros(9)}
     words = [
-        "hole: no source rank holds the box start (2, 0) shape (1, 2)", "rename 'old' to 'new'", "spare", "shape: the source has",
-        "frozen", "frozen2", "count: the source has int32, target 1 expects float32", "fp8: the source has float8_e4m3fn",
+        "hole: no source rank holds the box start (2, 0) shape (1, 2)", "rename 'old' to 'new'", "spare",
+        "shape: the source has", "frozen", "frozen2", "count: the source has int32, target 1 expects float32", "fp8: the source has float8_e4m3fn",
     ]  # fmt: skip
     return sources, [kit.Bag(kit.poisoned(first)), kit.Bag(kit.poisoned(second))], words
 

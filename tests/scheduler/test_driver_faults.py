@@ -91,7 +91,7 @@ def test_an_error_is_freed_with_its_last_reference(loop) -> None:
         await asyncio.wait([run])
         gone = weakref.ref(run.exception())
         await rig.end("prepare", 1)
-        await until(lambda: rig.driver.abandoned == 0)
+        assert await rig.driver.settle(PATIENCE_S) == 0
         del run
         assert gone() is None
         await rig.closed()
@@ -110,7 +110,7 @@ def test_deadline(loop) -> None:
             await rig.run((task(3, tmp=5),), deadline_s=0.01)
         assert (rig.driver.abandoned, rig.driver.tmp_bytes, rig.freed) == (1, 5, [])
         await rig.end("h2d", 3)
-        await until(lambda: rig.driver.abandoned == 0)
+        assert await rig.driver.settle(PATIENCE_S) == 0
         assert (rig.released, rig.freed) == ([(1, 3)], [1])
         await rig.closed()
 
@@ -140,7 +140,7 @@ def test_cancelling_from_outside(loop) -> None:
         before = list(rig.started)
         for work in rig.set_aside():
             work.end()
-        await until(lambda: rig.driver.abandoned == 0)
+        assert await rig.driver.settle(PATIENCE_S) == 0
         assert rig.started == before, "nothing is started for a push that has ended"
         assert sorted(rig.released) == [(1, 0), (1, 1)]
         rig.auto = True
@@ -165,7 +165,7 @@ def test_cancelling_at_every_turn_of_the_loop(loop) -> None:
             count = len(rig.started)
             for work in rig.set_aside():
                 work.end()
-            await until(lambda: rig.driver.abandoned == 0 and rig.driver.tmp_bytes == 0)
+            assert await rig.driver.settle(PATIENCE_S) == 0
             assert len(rig.started) == count
             assert rig.freed == list(range(1, push_id + 1))
         assert len(set(rig.released)) == len(rig.released)
@@ -314,7 +314,7 @@ def test_a_callback_that_raises_ends_the_push_with_its_error(loop) -> None:
         rig.driver._release = lambda push_id, index: rig.released.append((push_id, index))
         for work in rig.set_aside():
             work.end()
-        await until(lambda: rig.driver.abandoned == 0)
+        assert await rig.driver.settle(PATIENCE_S) == 0
         await rig.closed()
 
     loop(main())
@@ -397,7 +397,7 @@ def test_many_pushes_failing_at_random_leave_nothing_behind(loop, signalled: boo
         assert ends["ok"] > 10 and ends["failed"] > 10
         for work in leftovers:
             work.end()
-        await until(lambda: rig.driver.abandoned == 0)
+        assert await rig.driver.settle(PATIENCE_S) == 0
         assert len(set(rig.released)) == len(rig.released)
         assert sorted(rig.freed) == list(range(1, 61))
         await rig.closed()

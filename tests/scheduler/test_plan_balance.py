@@ -44,6 +44,13 @@ def test_all_ranks_send_about_the_same(sim, world, replicas, copies) -> None:
     assert plan.sent == tuple(sent(plan)[rank] for rank in range(world))
 
 
+def test_one_large_tensor_is_shared_out(sim) -> None:
+    tensors = MODEL | {"embed.weight": ((20_000, 64), "float32")}
+    options = PlanOptions(bucket_bytes=16 << 20, max_tmp_bytes=64 << 20, leaf_bytes=4096)
+    plan = build_plan(sim.row_shards(tensors, 6), [[sim.manifest(tensors=tensors)]] * 2, options)
+    assert imbalance(plan) <= 1.05
+
+
 @pytest.mark.parametrize("landing", ["staged", "mapped"])
 def test_ranks_that_hold_nothing_share_the_work(sim, landing) -> None:
     tensors = {name: facts for name, facts in MODEL.items() if facts[0] != (1000, 64)}

@@ -90,3 +90,26 @@ def test_a_name_of_its_own_shape_each_is_planned_too(sim) -> None:
     tensors = {f"w{i}": ((4 + i % 997, 3), "float32") for i in range(997)}
     plan = build_plan(sim.row_shards(tensors, 3), [[sim.manifest(tensors=tensors)]], OPTIONS)
     assert plan.balance < 1.05
+
+
+SEEDED = """
+    from syncline.bench.models import MoEConfig, kimi_k2_manifests
+    from syncline.scheduler.layout import Manifest
+    from syncline.scheduler.plan import PlanOptions, build_plan
+    fleet = kimi_k2_manifests(MoEConfig(layers=2, experts=8), shards=3, replicas=2, targets=2, target_ranks=4)
+    tied = [[Manifest(rank=m.rank, world_size=m.world_size, host=m.host, layout=m.layout, optional={"x", "y", "z"},
+                      aliases={"a": "model.norm.weight", "b": "model.norm.weight"}) for m in t] for t in fleet.targets]
+    print(build_plan(fleet.sources, tied, PlanOptions(bucket_bytes=1 << 20, max_tmp_bytes=1 << 24)).digest)
+"""
+
+
+def test_every_process_makes_the_same_plan() -> None:
+    """Whatever the seed of its hashes."""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(SEEDED)], capture_output=True, text=True, check=True, timeout=60,
+            env={"PYTHONHASHSEED": seed, "PATH": ""},
+        )
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert len({run.stdout for run in runs}) == 1

@@ -118,6 +118,12 @@ async def world(peer: ModuleType, doorways: Path) -> AsyncIterator[Any]:
         await one.close()
 
 
+@pytest.fixture
+def new_world(peer: ModuleType, doorways: Path) -> Any:
+    """``new_world(**spec)``: a `World` that is not connected, on the loop that runs; to be closed by the test."""
+    return lambda **spec: World(peer, peer.make_spec(**spec), doorways)
+
+
 class Process:
     """A peer in a process of its own: ``await process.push(push_id="a")`` runs that command there."""
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from syncline.stages.errors import TransportError
+from syncline.stages.transports.channel import Channel
 from syncline.stages.transports.doorway import Doorway, sweep
 from syncline.stages.transports.shared_memory import Mapping, Segment, end_lease
 from syncline.stages.transports.shm_landing import MAX_BUFFERS
@@ -216,6 +217,36 @@ async def test_mapped_memory_outlives_the_link_and_the_source(world):
     await one.sources[0].close()
     await target.half.close()
     assert target.wrong(1) == []
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+async def test_bytes_that_were_used_again_are_never_taken_for_good(world, monkeypatch, guarded):
+    """A receiver sleeps on a bucket of the ring, is dropped, and wakes when its bytes are those of another push."""
+    one = await world(
+        seed=11, transport="shm", landing="streamed", targets=[1, 1], elements=4000, watermark=8192, bucket_bytes=4096
+    )
+    sleeps, goes_on = one.targets
+    source, sleeper = one.sources[0], one.targets[sleeps]
+    source.fill(1)
+    for target in one.targets.values():
+        await target.half.begin("a", timeout_s=30)
+    pushing = asyncio.create_task(source.push("a"))
+    receiving = asyncio.create_task(one.targets[goes_on].receive())
+    task = sleeper.program.tasks[0]
+    bucket = await sleeper.half.receive(task)
+    before = bucket.clone()
+    source.send.drop([sleeps])
+    await pushing
+    await receiving
+    await one.targets[goes_on].commit()
+    await one.push(2, [goes_on])
+    assert not torch.equal(bucket, before)  # torn indeed
+    if not guarded:  # without the check nothing would be noticed
+        monkeypatch.setattr(Channel, "check", lambda self: None)
+        sleeper.half.release(task)
+        return
+    with pytest.raises(TransportError, match="is gone"):
+        sleeper.half.release(task)
 
 
 async def test_a_bucket_from_other_memory_is_refused(world):

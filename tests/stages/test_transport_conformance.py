@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+import uvloop
 
 from syncline.stages.errors import TransportError
 
@@ -238,6 +239,36 @@ async def test_a_receiver_that_does_not_come_is_named_in_time(world, transport, 
     )
     assert set(failed) == {absent}
     assert source.sender.linked == {comes}
+
+
+@each_transport
+async def test_what_is_no_offer_is_refused(world, transport, landing):
+    one = await world(connect=False, seed=20, transport=transport, landing=landing)
+    (target,) = one.targets.values()
+    for descriptor in (b"", b"nonsense", bytes([0x80])):
+        with pytest.raises(TransportError, match="is not a"):
+            await target.link({0: descriptor}, timeout_s=5)
+    with pytest.raises(TransportError, match=r"source ranks \[0\]"):
+        await target.link({}, timeout_s=5)
+
+
+@each_transport
+def test_on_uvloop(new_world, transport, landing):
+    async def pushes():
+        one = new_world(seed=30, transport=transport, landing=landing, sources=2, targets=[1, 1])
+        try:
+            await one.connect()
+            for version in (1, 2, 3):
+                await one.push(version)
+                check(one, version)
+            one.sources[0].send.drop(receivers(one)[:1])
+            await one.connect(receivers(one)[:1])
+            await one.push(4)
+            check(one, 4)
+        finally:
+            await one.close()
+
+    uvloop.run(pushes())
 
 
 @each_transport
