@@ -60,7 +60,13 @@ ANSWER_MARGIN_S = 5.0
 """Seconds by which a caller waits longer than the time that it grants, so that the typed answer comes first."""
 
 PEER = "X-Syncline-Peer"
-"""Who watches: the incarnation of the source, or of the rank."""
+"""Who watches: see `watch_name`; for a rank that watches its leader, its incarnation."""
+
+
+def watch_name(request: ConnectRequest) -> str:
+    """The name under which a source watches a target that it connected to with ``request``."""
+    return f"{request.source_incarnation}/{request.generation}"
+
 
 
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ from multidict import CIMultiDictProxy
 
 from .address import Address
 from .auth import NONCE, Signer
-from .control import ANSWER_MARGIN_S, JSON, LARGE_BYTES, MOST_REPLY_BYTES, MSGPACK, PEER, ErrorReply, crunch
+from .control import ANSWER_MARGIN_S, JSON, LARGE_BYTES, MOST_REPLY_BYTES, MSGPACK, PEER, ErrorReply, crunch, watch_name
 from .errors import AuthError, ClosedError, ProtocolError, TargetUnreachable
 from .messages import (
     AbortRequest,
@@ -77,8 +77,8 @@ class ControlClient:
         return await self._call("GET", "manifest", None, ManifestReply, most=MOST_REPLY_BYTES)
 
     async def connect(self, request: ConnectRequest) -> Ack:
-        """Also makes ``request.source_incarnation`` the name under which `watch` watches."""
-        self._peer = request.source_incarnation
+        """Also makes source and generation the name under which `watch` watches: see `watch_name`."""
+        self._peer = watch_name(request)
         return await self._call("POST", "connect", request, Ack, timeout_s=request.timeout_s + ANSWER_MARGIN_S, pack=True)
 
     async def prepare(self, request: PrepareRequest) -> PrepareReply:

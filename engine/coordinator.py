@@ -219,7 +219,7 @@ class Coordinator:
             else:
                 self._prepared[index] = reply
         if conflict is not None:
-            await self.abort(f"version conflict: {conflict}", moved=False)
+            await self.abort(f"version conflict: {conflict}")
             raise conflict
         start = Start(
             live=[index for index, reply in self._prepared.items() if reply.status == "ready"],
@@ -323,18 +323,17 @@ class Coordinator:
 
     # --------------------------------------------------------------------------------------------------------- abort
 
-    async def abort(self, reason: str, *, moved: bool = True) -> None:
-        """Tell every target that got ready that this push is over. Every rank closes its links: all are made anew next time.
-
-        ``moved``: data may have moved already, so the communicator among the source ranks is made anew, too.
-        """
+    async def abort(self, reason: str) -> None:
+        """Tell every target that got ready that this push is over. Every rank closes its links: all are made anew next time."""
         prepared = [self.handles[i] for i, reply in self._prepared.items() if reply.status == "ready" and i not in self._failed]
         request = AbortRequest(push_id=self.push_id, reason=reason)
-        await self._ask(prepared, lambda handle: handle.client.abort(request), _ABORT_TIMEOUT_S)
-        self.group_broken = self.group_broken or moved
-        for handle in self.handles:
-            if handle.linked:
-                handle.unlinked(f"the last push was aborted: {reason}")
+        self.group_broken = True
+        try:
+            await self._ask(prepared, lambda handle: handle.client.abort(request), _ABORT_TIMEOUT_S)
+        finally:
+            for handle in self.handles:
+                if handle.linked:
+                    handle.unlinked(f"the last push was aborted: {reason}")
 
     async def _ask(
         self, handles: Sequence[TargetHandle], call: Callable[[TargetHandle], Awaitable[T]], timeout_s: float

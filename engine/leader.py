@@ -14,6 +14,7 @@ from typing import Any
 
 from syncline.stages.completions import TaskScope
 
+from .control import watch_name
 from .errors import BusyError, PlanError, ProtocolError, SynclineError, TargetLost, TargetUnreachable
 from .leader_events import (
     AbortAsked,
@@ -103,6 +104,7 @@ class Leader:
         self._last: tuple[str, CompleteReply] | None = None
         self._source = ("", -1)
         self._linked: ConnectRequest | None = None
+        self._source_left = False
         self._ready = asyncio.Event()
         self._was_ready = False
         self._closed = False
@@ -184,6 +186,7 @@ class Leader:
         calls = [self._connect_one(request, rank, digests[rank]) for rank in range(world_size)]
         await _all_or_first_error(calls, request.timeout_s)
         self._linked = request
+        self._source_left = False
         self._source = (request.source_incarnation, request.generation)
         return Ack(serving=self._rank.serving)
 
@@ -230,6 +233,8 @@ class Leader:
             raise ProtocolError("this target is not linked with a source; connect first")
         if request.source_incarnation not in ("", link.source_incarnation):
             raise ProtocolError(f"another source ({link.source_incarnation}) has linked with this target since; connect again")
+        if self._source_left:
+            raise ProtocolError("the source has stopped watching this target since it connected; connect again")
         push_id = request.push_id
         push = self._pushes.get(push_id)
         if push is None:
@@ -275,10 +280,13 @@ class Leader:
         answer = await self._call("abort", request.push_id, AbortAsked(push_id=request.push_id, reason=reason))
         return Ack(ok=answer.ok, message=answer.message, error=answer.error, serving=self._rank.serving)
 
-    def source_left(self, peer: str) -> None:
-        """Nobody watches any more under the name ``peer``: if that is the source, its push has ended."""
+    def unwatched(self, name: str) -> None:
+        """Nobody watches any more under ``name``. If that is the source, it is gone, and what it sent before is late."""
+        if self._linked is None or name != watch_name(self._linked):
+            return
+        self._source_left = True
         push_id = self._machine.push_id
-        if push_id is not None and peer == self._source[0]:
+        if push_id is not None:
             reason = "the source went away: its control connection ended"
             self._feed(AbortAsked(push_id=push_id, reason=reason, error="SourceRankLost"))
 

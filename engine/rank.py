@@ -24,7 +24,7 @@ from syncline.stages.workers import Workers
 from .errors import BusyError, DigestMismatch, PlanError, ProtocolError, PushAborted, PushTimeout, SynclineError, TransportError
 from .fence import Fence, Phase
 from .gate import Gate
-from .landing import Received
+from .landing import LandingPath, Received
 from .linking import HalfFactory, Link, close_path, end_path, make_link, stale
 from .loader import Loader, Serving, Unmapping
 from .loader_thread import LoaderThread
@@ -106,6 +106,7 @@ class Rank:
         self._manifest_bytes = b""
         self._link: Link | None = None
         self._linking: asyncio.Task[Link] | None = None
+        self._retired: list[LandingPath] = []
         self._update: _Update | None = None
         self._settling = asyncio.Lock()
         self._leases: list[Lease] = []
@@ -166,9 +167,7 @@ class Rank:
         self._check_generation(request)
         if self._linking is not None:
             await _cancel(self._linking)
-        old, self._link = self._link, None
-        if old is not None:
-            await close_path(old.path)
+        self._retire()
         self._linking = task = asyncio.create_task(self._make_link(request), name=f"syncline-link-{self.rank}")
         try:
             async with asyncio.timeout(request.timeout_s):
@@ -183,6 +182,13 @@ class Rank:
             task.cancel()
             if self._linking is task:
                 self._linking = None
+
+    def _retire(self) -> None:
+        """Close the links there are, in the background: a peer that hangs must not hold up the new ones."""
+        old, self._link = self._link, None
+        if old is not None:
+            self._retired.append(old.path)
+            _ = self._scope.start(close_path(old.path))
 
     def _check_generation(self, request: ConnectRequest) -> None:
         link = self._link
@@ -249,7 +255,9 @@ class Rank:
                 if link is None:
                     raise ProtocolError(f"rank {self.rank} is not linked with a source; connect first")
                 if self._update is None:
-                    await link.path.settled()
+                    for path in [*self._retired, link.path]:
+                        await path.settled()
+                    self._retired.clear()
                     await self.manifest()
         except TimeoutError:
             raise BusyError(

@@ -267,7 +267,7 @@ class Receiver:
 
     def on_unwatched(self, peer: str) -> None:
         if self._leader is not None:
-            self._leader.source_left(peer)
+            self._leader.unwatched(peer)
 
     def _running(self) -> Rank:
         if self._rank is None or self._closed:

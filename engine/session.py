@@ -34,6 +34,7 @@ from .errors import (
     PushTimeout,
     StageError,
     SynclineError,
+    TransportError,
     error_from_wire,
 )
 from .meeting import meet
@@ -49,6 +50,9 @@ T = TypeVar("T")
 
 _STEP_MARGIN_S = 2.0
 """How much longer than the push other ranks wait for rank 0's last decision: it speaks first, and says more."""
+
+_CAUSE_S = 1.0
+"""A link between ranks that broke has its cause elsewhere: how long a rank waits to be told of it."""
 
 
 class Session:
@@ -66,6 +70,8 @@ class Session:
         self._run: PushRun | None = None
         self._rendezvous: Rendezvous | None = None
         self._dead: SynclineError | None = None
+        self._cause: SynclineError | None = None
+        self._caused = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------- what is called
 
@@ -87,6 +93,8 @@ class Session:
         if self._dead is not None:
             raise self._dead
         self._attempt += 1
+        self._cause = None
+        self._caused.clear()
         self._until = time.monotonic() + self.config.push_timeout_s
         self._coordination_or_raise().forget(self._is_past)
         report = await self._guarded(self._push(version, on_source_free))
@@ -213,7 +221,7 @@ class Session:
         try:
             return await work
         except BaseException as raised:
-            error = _typed(raised, self.config)
+            error = await self._cause_of(raised)
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_STEP_MARGIN_S * 2):
                     await self._spread(error)
@@ -222,6 +230,16 @@ class Session:
             if error is raised or isinstance(raised, asyncio.CancelledError):
                 raise
             raise error from raised
+
+    async def _cause_of(self, raised: BaseException) -> SynclineError:
+        """Why this rank failed: what another rank failed with, if all that is known here is that a link to it broke."""
+        if isinstance(raised.cause if isinstance(raised, StageFailure) else raised, TransportError):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CAUSE_S):
+                    await self._caused.wait()
+            if self._cause is not None:
+                return self._cause
+        return _typed(raised, self.config)
 
     async def _spread(self, error: SynclineError) -> None:
         coordination = self._coordination_or_raise()
@@ -234,6 +252,8 @@ class Session:
             self._dead = error
         elif attempt != str(self._attempt):
             return
+        self._cause = self._cause or error
+        self._caused.set()
         if self._run is not None:
             self._run.abort(error)
 

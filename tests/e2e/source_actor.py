@@ -95,7 +95,7 @@ class SourceActor(Actor):
 
 
 def hook_source(points: Points) -> None:
-    """Points ``step:…`` (before this rank contributes to a step), ``prepare``, ``send``, ``barrier`` (before each is started)."""
+    """Points ``step:…`` (before this rank contributes to a step), ``prepare``, ``send``, ``barrier`` (before it starts)."""
     exchange = Session._exchange
 
     async def hooked(session: Session, name: str, *rest: Any) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import models
+import msgspec
 import torch
 from actor import Actor, Points
 from safetensors.torch import save_file
@@ -98,6 +99,10 @@ class TargetActor(Actor):
 
     def do_state(self) -> dict[str, Any]:
         return {"state": self.receiver.state, "version": self.receiver.version}
+
+    async def do_status(self) -> dict[str, Any]:
+        """As ``GET /status`` answers."""
+        return dict(msgspec.to_builtins(await self.receiver.status()))
 
     async def do_logits(self, ids: Sequence[int], out: str) -> int:
         """All logits of a prompt, into a file; returns the version."""

@@ -553,7 +553,7 @@ async def test_the_server_says_when_the_last_watch_of_a_peer_has_ended(served):
     assert service.unwatched.empty()
     await second.close()
     async with asyncio.timeout(20):
-        assert await service.unwatched.get() == "the source"
+        assert await service.unwatched.get() == "the source/1"
         await watches[1]
 
 

@@ -106,7 +106,27 @@ async def test_the_source_vanishes_and_its_watch_tells(targets, until, rig):
     result = await target.source.complete(2, push_id=source.push_id)
     assert (result.success, result.error) == (False, "SourceRankLost")
     await watch
+    late = await target.source.prepare(3, push_id="sent before the source left, read after")
+    assert (late.status, late.error) == ("error", "ProtocolError")
     await check_and_recover(target, OLD)
+
+
+async def test_a_watch_of_an_older_connection_ends(targets, until):
+    target = await targets(version=1)
+    client = target.source.client
+    watches = []
+    for _ in range(2):
+        await target.source.connect()
+        opened = asyncio.Event()
+        watches.append(asyncio.create_task(client.watch(opened.set)))
+        await opened.wait()
+    await target.source.prepare(2)
+    watches[0].cancel()
+    await until(lambda: len(target.leader._server._watches) == 1)
+    target.deliver(2)
+    assert (await target.source.complete(2)).success
+    watches[1].cancel()
+    await asyncio.gather(*watches, return_exceptions=True)
 
 
 @pytest.mark.parametrize("landing", MODES)

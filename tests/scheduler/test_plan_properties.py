@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
+from syncline.scheduler import geometry
 from syncline.scheduler.dtypes import ITEMSIZE
 from syncline.scheduler.layout import Box, Buffer, Manifest, Piece, Tensor, flat_boxes
 from syncline.scheduler.plan import PlanOptions, build_plan
@@ -164,11 +166,13 @@ OPTIONS = st.builds(
 
 
 @settings(deadline=None, max_examples=150)
-@given(case=cases(), options=OPTIONS)
-def test_lands_what_a_plain_copy_gives(sim, case, options) -> None:
+@given(case=cases(), options=OPTIONS, direct_nbytes=st.sampled_from([1, 64 * 1024]))
+def test_lands_what_a_plain_copy_gives(sim, case, options, direct_nbytes) -> None:
     sources, targets, tensors = case
     contents = {name: sim.content(name, *facts) for name, facts in tensors.items()}
-    world = sim.World(build_plan(sources, targets, options), sources, targets, contents).run()
+    with mock.patch.object(geometry, "DIRECT_NBYTES", direct_nbytes):  # small fragments travel unpacked too
+        plan = build_plan(sources, targets, options)
+    world = sim.World(plan, sources, targets, contents).run()
     for t, manifests in enumerate(targets):
         for manifest in manifests:
             key = (t, manifest.rank)
