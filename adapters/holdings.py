@@ -142,6 +142,11 @@ class Holdings:
         if isinstance(local, FakeTensor):
             self._problems.append(f"{entry.name} is a FakeTensor, which has no memory; push the real model")
             return False
+        if _freed(local):
+            self._problems.append(
+                f"{entry.name} of shape {tuple(local.shape)} reaches beyond its memory, which was freed or made smaller"
+            )
+            return False
         return True
 
     def _build(self, found: list[Entry], root: Root, names: NameMap | None) -> None:
@@ -226,6 +231,14 @@ class _Catalog:
                 break
         self._claims[at].append((param, box))
         return at
+
+
+def _freed(local: torch.Tensor) -> bool:
+    """Whether a tensor reaches beyond its storage, as one whose storage was resized to nothing does."""
+    if local.device.type == "meta" or local.numel() == 0:
+        return False
+    last = local.storage_offset() + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    return (last + 1) * local.element_size() > local.untyped_storage().nbytes()
 
 
 def _overlap(a: NamedBox, b: NamedBox) -> bool:

@@ -171,7 +171,10 @@ class ControlClient:
         most: int = _MODEST_REPLY_BYTES,
     ) -> T:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        body = b"" if request is None else (msgspec.msgpack if pack else msgspec.json).encode(request)
+        if pack:  # a plan: its size is known only when it is encoded
+            body = await asyncio.to_thread(msgspec.msgpack.encode, request)
+        else:
+            body = b"" if request is None else msgspec.json.encode(request)
         headers, nonce = await crunch(len(body), self._headers, method, name, body)
         if request is not None:
             headers["Content-Type"] = MSGPACK if pack else JSON

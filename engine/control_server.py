@@ -62,13 +62,17 @@ class ControlServer:
         service: what answers.
         listen: ``unix:/path`` or ``tcp://host:port``.
         secret: shared secret. Without one only a unix socket or loopback is served.
+        advertise: host under which others reach this server; None: that of ``listen``.
 
     Raises:
         ConfigError: the address is malformed, or is beyond loopback and there is no secret.
     """
 
-    def __init__(self, service: Service, listen: str, *, secret: str | None = None) -> None:
+    def __init__(
+        self, service: Service, listen: str, *, secret: str | None = None, advertise: str | None = None
+    ) -> None:
         self._service = service
+        self._advertise = advertise
         self._wanted = Address.parse(listen)
         if not self._wanted.is_local and not secret:
             raise ConfigError([f"listen {listen!r} is beyond loopback and secret is not set; set one on both sides"])
@@ -81,8 +85,9 @@ class ControlServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the real port."""
-        return str(self._real or self._wanted)
+        """Where others reach it, with the real port."""
+        real = self._real or self._wanted
+        return str(Address(host=self._advertise, port=real.port) if self._advertise and real.host else real)
 
     async def start(self) -> None:
         """Listen. Raises `ConfigError` if the address cannot be had."""

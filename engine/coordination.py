@@ -27,12 +27,12 @@ from aiohttp import web
 from .errors import (
     AuthError,
     ControlError,
-    PlanError,
     ProtocolError,
     PushTimeout,
     SourceRankLost,
     SynclineError,
     error_from_wire,
+    wire_text,
 )
 
 log = logging.getLogger("syncline.engine")
@@ -125,8 +125,7 @@ def attempt_of(step: str) -> str:
 def error_frame(step: str, error: BaseException) -> Frame:
     """The frame that carries the failure of an attempt to another rank."""
     kind = type(error).__name__ if isinstance(error, SynclineError) else "StageError"
-    text = "\n".join(error.problems) if isinstance(error, PlanError) else str(error)
-    return Frame(step=step, payload=text.encode(), error=kind)
+    return Frame(step=step, payload=wire_text(error).encode(), error=kind)
 
 
 def _ignore_abort(_attempt: str, _error: SynclineError) -> None:

@@ -27,6 +27,7 @@ from .errors import (
     TargetUnreachable,
     VersionConflict,
     error_from_wire,
+    wire_text,
 )
 from .messages import (
     AbortRequest,
@@ -157,7 +158,7 @@ class Coordinator:
         failed: dict[str, tuple[str, str]] = {}
         for index, result in zip(link, results, strict=True):
             if isinstance(result, SynclineError):
-                failed[str(index)] = (type(result).__name__, str(result))
+                failed[str(index)] = (type(result).__name__, wire_text(result))
             elif isinstance(result, BaseException):
                 raise result
         return Linked(failed=failed)
@@ -188,7 +189,7 @@ class Coordinator:
     async def decide_linked(self, parts: Sequence[bytes], link: Sequence[int], *, must: bool) -> bytes:
         """A target is linked when every rank has linked it. ``must``: all of them have to be."""
         failed: dict[str, tuple[str, str]] = {}
-        for linked in decode(parts, Linked):
+        for linked in reversed(decode(parts, Linked)):  # rank 0 knows what the target itself said
             failed.update(linked.failed)
         for index in link:
             handle = self.handles[index]
@@ -205,8 +206,12 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------------- prepare
 
-    async def decide_start(self, version: int, plan: Plan, remaining: Callable[[], float]) -> bytes:
-        """Phase one: every linked target gets ready. Says who takes part."""
+    async def decide_start(self, version: int, plan: Plan, remaining: Callable[[], float], *, retry: bool) -> bytes:
+        """Phase one: every linked target gets ready. Says who takes part.
+
+        ``retry``: a target that refuses the plan (it was reallocated, or linked with another source meanwhile) ends this
+        attempt, and the next one plans anew.
+        """
         linked = [handle for handle in self.handles if handle.index not in self._failed and handle.linked]
         timeout_s = min(remaining(), self.config.target_timeout)
         replies = await self._ask(linked, lambda handle: self._prepare(handle, version, plan, remaining()), timeout_s)
@@ -221,6 +226,10 @@ class Coordinator:
         if conflict is not None:
             await self.abort(f"version conflict: {conflict}")
             raise conflict
+        refused = next((reply for reply in replies.values() if isinstance(reply, PlanError)), None)
+        if refused is not None and retry:
+            await self.abort(f"planned anew: {refused.problems[0]}")
+            return msgspec.msgpack.encode(Start(live=[], already=[], remaining_s=remaining(), stale=True))
         start = Start(
             live=[index for index, reply in self._prepared.items() if reply.status == "ready"],
             already=[index for index, reply in self._prepared.items() if reply.status == "already"],
@@ -314,7 +323,7 @@ class Coordinator:
             state=answered.state if answered else ("COMMITTED" if already else None),
             version=answered.version if answered else (version if already else None),
             error=type(error).__name__ if error else "",
-            message=str(error) if error else "",
+            message=wire_text(error) if error else "",
             already=already,
             landing_bytes=answered.landing_bytes if answered else 0,
             commit_s=answered.commit_s if answered else 0.0,

@@ -55,6 +55,7 @@ __all__ = [
     "TransportError",
     "VersionConflict",
     "error_from_wire",
+    "wire_text",
 ]
 
 
@@ -138,6 +139,11 @@ _BY_NAME: dict[str, type[SynclineError]] = {
         VersionConflict,
     )
 }  # fmt: skip
+
+
+def wire_text(error: BaseException) -> str:
+    """The text of an error as `error_from_wire` takes it: what lists problems says one in each line."""
+    return "\n".join(error.problems) if isinstance(error, PlanError) else str(error)
 
 
 def error_from_wire(kind: str, message: str) -> SynclineError:

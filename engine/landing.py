@@ -34,7 +34,7 @@ from syncline.stages.digest import add_digests, digest_bucket
 from syncline.stages.transports.base import Lease, ReceivingHalf
 from syncline.stages.workers import Workers
 
-from .errors import PlanError, SynclineError
+from .errors import PlanError, SynclineError, TransportError
 from .loader import Landed
 from .loader_thread import LoaderThread, ended
 from .messages import Landing
@@ -178,12 +178,9 @@ class _Path:
 
         try:
             for task in self._route.program.tasks:
-                bucket = await self._half.receive(task)
+                bucket = await self._bucket(task, failures)
                 if before is not None and not failures:
-                    try:
-                        await before()
-                    except SynclineError as error:
-                        failures.append(error)
+                    await _collect(before(), failures)
                     before = None
                 if failures:
                     self._half.release(task)
@@ -201,6 +198,16 @@ class _Path:
             raise failures[0]
         self._half.check()
         return Received(digest=add_digests(parts) if self._route.verify else None, buckets=len(parts))
+
+    async def _bucket(self, task: TargetTask, failures: list[Exception]) -> torch.Tensor:
+        """The bucket of a task. If the link is whole and something else fails, it comes all the same, to be thrown away."""
+        try:
+            return await self._half.receive(task)
+        except TransportError as error:
+            raise (failures[0] if failures else error) from None
+        except Exception as error:  # noqa: BLE001 - raised when all buckets have been taken
+            failures.append(error)
+            return await self._half.receive(task)
 
     def _digest(self, task: TargetTask, bucket: torch.Tensor) -> int:
         return digest_bucket(bucket, (landing.segment for landing in task.landings)) if self._route.verify else 0
@@ -353,3 +360,10 @@ class Mapped(_Landed):
         start = self._half.offset_of(whole.first)
         memory = self._half.space(whole.owner)[start : start + whole.nbytes]
         return Landed(whole.piece, piece.box, memory.view(dtype).view(shape))
+
+
+async def _collect(work: Awaitable[None], failures: list[Exception]) -> None:
+    try:
+        await work
+    except SynclineError as error:
+        failures.append(error)

@@ -21,6 +21,7 @@ from syncline.stages.completions import TaskScope
 from syncline.stages.transports.base import Lease
 from syncline.stages.workers import Workers
 
+from .control import traceback_text
 from .errors import BusyError, DigestMismatch, PlanError, ProtocolError, PushAborted, PushTimeout, SynclineError, TransportError
 from .fence import Fence, Phase
 from .gate import Gate
@@ -39,8 +40,8 @@ CommitHook = Callable[[int], Awaitable[None] | None]
 
 _GRACE_S = 3.0
 """A rank waits so much longer than a deadline says, for the leader to decide first."""
-_SETTLE_S = 2.0
-"""How long work that cannot be cancelled is waited for when a push is given up; the next push waits on."""
+_STOP_S = 2.0
+"""How long `Rank.close` waits for each kind of threads."""
 
 
 @dataclass(kw_only=True)
@@ -300,6 +301,9 @@ class Rank:
         except SynclineError as error:
             message = "\n".join(error.problems) if isinstance(error, PlanError) else str(error)
             return VoteReply(yes=False, rank=self.rank, message=message, error=type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - whatever stopped the receiving is told to the source
+            message = f"receiving raised {error!r}\n{traceback_text(error)}"
+            return VoteReply(yes=False, rank=self.rank, message=message, error="StageError")
         self.landing_bytes = update.link.path.landing_bytes
         return VoteReply(
             yes=True, rank=self.rank, digest=digest, buckets=received.buckets, landing_bytes=self.landing_bytes
@@ -434,11 +438,9 @@ class Rank:
             await self._switch.resume(serving)
 
     async def _drop(self, update: _Update) -> None:
+        """Threads that still work for the push are not waited for here: the next one does (`_usable_link`)."""
         if update.receiving is not None:
             await _cancel(update.receiving)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SETTLE_S):
-                await update.link.path.settled()
         await end_path(update.link.path, committed=False)
 
     # waiting
@@ -482,7 +484,7 @@ class Rank:
         await asyncio.to_thread(self._stop_threads)
 
     def _stop_threads(self) -> None:
-        if not (self._loader.close(_SETTLE_S) and self._workers.close(_SETTLE_S)):
+        if not (self._loader.close(_STOP_S) and self._workers.close(_STOP_S)):
             log.warning("rank %d: a thread is still busy with an earlier push", self.rank)
 
 

@@ -53,6 +53,7 @@ class Receiver:
         serving: the engine's own pause and resume; None: `gate` alone. May also implement `Fencing` and `Flushing`.
         initial_version: version of the weights at the start, which may then be served.
         workers: threads that copy and digest.
+        advertise: host under which sources and other ranks reach this rank, where ``listen`` does not say it (0.0.0.0).
         bind_host: address that this rank's own data connections (gloo) bind to; None takes that of ``listen``.
         on_commit: called with the version under pause, once per version on every rank, after all content is in place: drop
             prefix caches here. A plain function runs on the loader's thread; what it returns is awaited if it can be.
@@ -76,6 +77,7 @@ class Receiver:
         serving: Serving | None = None,
         initial_version: int | None = None,
         workers: int = 2,
+        advertise: str | None = None,
         bind_host: str | None = None,
         on_commit: CommitHook | None = None,
         heartbeat_s: float = 2.0,
@@ -85,7 +87,7 @@ class Receiver:
         _check_place(rank, world_size, leader)
         _check_knobs(initial_version=initial_version, workers=workers, heartbeat_s=heartbeat_s, patience_s=patience_s)
         self.gate = Gate(version=initial_version)
-        self._server = ControlServer(self, listen, secret=secret)
+        self._server = ControlServer(self, listen, secret=secret, advertise=advertise)
         self._loader = loader
         self._serving = serving
         self._place = (rank, world_size)

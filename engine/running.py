@@ -82,7 +82,7 @@ class PushRun:
     async def _end(self, outcome: Outcome | None) -> None:
         """Links of targets that committed stay; those of all others are made anew before the next push."""
         good = {index for index, target in enumerate(outcome.targets) if target.ok} if outcome else set()
-        await self._wiring.end(good.intersection(self._start.live))
+        await self._wiring.end(good)  # also those that held this version already: nothing was sent to them, their links stand
         self._wiring.drop_targets(set(self._start.live) - good)
 
     async def _drive(self, deadline_s: float, source_free: Callable[[], None]) -> Outcome:

@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -83,8 +84,10 @@ class Session:
         )
         self._coordination.watch(self._on_abort, self._on_note)
         if source.rank == 0:
-            self._rendezvous = await asyncio.to_thread(Rendezvous.host, config.bind_host, timeout_s=config.connect_timeout_s)
-            self._coordinator = Coordinator(self.targets, config, self._rendezvous.endpoint)
+            if source.world_size > 1:
+                host = partial(Rendezvous.host, config.bind_host, timeout_s=config.connect_timeout_s)
+                self._rendezvous = await asyncio.to_thread(host)
+            self._coordinator = Coordinator(self.targets, config, self._rendezvous.endpoint if self._rendezvous else "")
         self._until = time.monotonic() + config.connect_timeout_s
         await self._guarded(self._open(None))
 
@@ -109,22 +112,29 @@ class Session:
             await self._coordinator.close()
         if self._coordination is not None:
             await self._coordination.close()
+        self._rendezvous = None  # ends the store's thread and sockets
 
     # ------------------------------------------------------------------------------------------------------- the steps
 
     async def _push(self, version: int, on_source_free: Callable[[], None]) -> PushReport:
-        await self._open(version)
-        wiring = self._wired()
-        start = msgspec.msgpack.decode(
-            await self._exchange("start", b"", lambda _parts: self._decide_start(version, wiring.plan)), type=Start
-        )
-        self._run = PushRun(self._attempt, version, start, wiring, self._report_loss)
+        start = await self._start(version, retry=True)
+        if start.stale:
+            self._attempt += 1
+            start = await self._start(version, retry=False)
+        self._run = PushRun(self._attempt, version, start, self._wired(), self._report_loss)
         try:
             async with self._watching(start):
                 outcome = await self._run.run(self._remaining(), on_source_free, lambda done: self._finish(version, done))
         finally:
             self._run = None
         return build_report(outcome, [target.address for target in self.targets], trace=self.config.trace)
+
+    async def _start(self, version: int, *, retry: bool) -> Start:
+        """Everything up to the targets' ``ready``. ``retry``: plan anew if a target's memory is not what it was planned for."""
+        await self._open(version)
+        plan = self._wired().plan
+        start = await self._exchange("start", b"", lambda _parts: self._decide_start(version, plan, retry=retry))
+        return msgspec.msgpack.decode(start, type=Start)
 
     async def _open(self, version: int | None) -> None:
         """``enter``; then whatever has to be made anew."""
@@ -189,7 +199,8 @@ class Session:
             if coordinator is not None:
                 offered = [msgspec.msgpack.decode(part, type=Offers) for part in payloads]
                 linked = await coordinator.connect_targets(link, offered, wiring.plan, wiring.kinds, timeout_s)
-            linked.failed.update(await linking)
+                self._refused(linked.failed)
+            linked.failed = {**await linking, **linked.failed}  # what the target itself says is the reason
         finally:
             if not linking.done():
                 linking.cancel()
@@ -202,9 +213,16 @@ class Session:
         decision = msgspec.msgpack.decode(await self._exchange("linked", msgspec.msgpack.encode(linked), decide), type=Linked)
         wiring.drop_targets(int(index) for index in decision.failed)
 
-    async def _decide_start(self, version: int, plan: Plan) -> bytes:
+    def _refused(self, failed: Iterable[str]) -> None:
+        """Rank 0: targets have refused to link up; no rank waits for them any longer."""
+        for target in map(int, failed):
+            note = LossNote(attempt=self._attempt, target=target, at_task=0, reason="it refused to link up")
+            self._coordination_or_raise().tell("refused", msgspec.msgpack.encode(note))
+            self._wired().drop_targets([target])
+
+    async def _decide_start(self, version: int, plan: Plan, *, retry: bool) -> bytes:
         assert self._coordinator is not None
-        return await self._coordinator.decide_start(version, plan, self._remaining)
+        return await self._coordinator.decide_start(version, plan, self._remaining, retry=retry)
 
     async def _finish(self, version: int, done: bytes) -> bytes:
         async def decide(parts: Sequence[bytes]) -> bytes:
@@ -295,6 +313,8 @@ class Session:
         note = msgspec.msgpack.decode(payload, type=LossNote)
         if topic == "lost":
             self._decide_loss(note)
+        elif topic == "refused" and self._wiring is not None and note.attempt == self._attempt:
+            self._wiring.drop_targets([note.target])
         elif topic == "drop" and self._run is not None and note.attempt == self._attempt:
             self._run.drop(note.target, note.at_task, note.reason)
 
@@ -335,8 +355,8 @@ def _config_digest(config: TransferConfig) -> str:
 
 def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest], list[list[Manifest]]]:
     manifests = msgspec.msgpack.decode(payload, type=Manifests)
-    sources = [Manifest.from_bytes(data) for data in manifests.sources]
-    targets = [[Manifest.from_bytes(data) for data in ranks] for ranks in manifests.targets]
+    sources = Manifest.all_from_bytes(manifests.sources)
+    targets = [Manifest.all_from_bytes(ranks) for ranks in manifests.targets]
     kinds: dict[int, str] = {}
     problems: list[str] = []
     try:

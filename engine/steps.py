@@ -65,6 +65,8 @@ class Start(msgspec.Struct, kw_only=True):
     already: list[int]
     """Targets that say they hold this version: the digest is computed and compared, nothing is sent to them."""
     remaining_s: float
+    stale: bool = False
+    """A target refused the plan: nobody takes part, and all ranks begin once more."""
 
 
 class Done(msgspec.Struct, kw_only=True):

@@ -29,7 +29,7 @@ from syncline.stages.transports.shm import ShmSender
 from syncline.stages.workers import Workers
 
 from .config import TransferConfig
-from .errors import PlanError, SynclineError, TransportError
+from .errors import PlanError, SynclineError, TransportError, wire_text
 from .source import Source
 from .steps import CONTENT
 
@@ -301,4 +301,4 @@ def _file_buffers(manifest: Manifest) -> frozenset[int]:
 
 
 def _wire(error: SynclineError) -> tuple[str, str]:
-    return type(error).__name__, str(error)
+    return type(error).__name__, wire_text(error)

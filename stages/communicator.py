@@ -15,10 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -29,51 +27,13 @@ from torch._C import _distributed_c10d as c10d
 
 from .completions import Signal, WorkCompletion, gloo_text
 from .errors import TransportError
+from .rendezvous import Rendezvous
 from .workers import call_in_thread
+
+__all__ = ["Communicator", "Rendezvous", "unique_name"]
 
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the ranks of communicators meet: a key-value store that one rank hosts. Keep it while communicators are made.
-
-    Attributes:
-        endpoint: ``host:port``, for the other ranks.
-        store: the store itself.
-    """
-
-    endpoint: str
-    store: c10d.Store
-
-    @classmethod
-    def host(cls, bind_host: str, *, timeout_s: float) -> Rendezvous:
-        """Host a store that listens on ``bind_host`` only. Quick."""
-        listener = socket.create_server((bind_host, 0))
-        port = listener.getsockname()[1]
-        descriptor = listener.detach()  # the store owns it from here
-        store = c10d.TCPStore(
-            bind_host,
-            port,
-            is_master=True,
-            master_listen_fd=descriptor,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-        return cls(endpoint=f"{bind_host}:{port}", store=store)
-
-    @classmethod
-    def join(cls, endpoint: str, *, timeout_s: float) -> Rendezvous:
-        """Reach a hosted store. Blocks for at most ``timeout_s``: not for the event loop."""
-        host, _, port = endpoint.rpartition(":")
-        try:
-            store = c10d.TCPStore(
-                host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-            )
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(f"no rendezvous at {endpoint} within {timeout_s:g} s: {error}") from error
-        return cls(endpoint=endpoint, store=store)
 
 
 def unique_name(what: str) -> str:

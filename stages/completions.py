@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar, cast
 
 from syncline.scheduler.completion import Completion
 
 from .errors import TransportError
 
-__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "gather_completions"]
+__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion"]
 
 T = TypeVar("T")
 
@@ -135,42 +135,6 @@ class WorkCompletion:
 
     def subscribe(self, callback: Callable[[], None]) -> bool:
         return False
-
-
-def gather_completions(parts: Iterable[Completion | None]) -> Completion | None:
-    """One completion for all ``parts`` (None: already done). Ends when *all* have ended, with the first error among them.
-
-    It waits for the others after an error: memory that they use must not be taken for free before. All parts must be
-    signalled ones; `ValueError` otherwise.
-    """
-    open_parts = [part for part in parts if part is not None]
-    if not open_parts:
-        return None
-    if len(open_parts) == 1:
-        return open_parts[0]
-    return _Gathered(open_parts).signal
-
-
-class _Gathered:
-    def __init__(self, parts: list[Completion]) -> None:
-        self.signal: Signal[None] = Signal()
-        self._left = len(parts)
-        self._error: BaseException | None = None
-        for part in parts:
-            if not part.subscribe(lambda part=part: self._ended(part)):  # type: ignore[misc]
-                raise ValueError(f"{part!r} has to be polled; gather_completions takes signalled completions only")
-
-    def _ended(self, part: Completion) -> None:
-        try:
-            part.poll()
-        except BaseException as error:  # noqa: BLE001 - handed on
-            self._error = self._error or error
-        self._left -= 1
-        if self._left == 0:
-            if self._error is None:
-                self.signal.set()
-            else:
-                self.signal.fail(self._error)
 
 
 class TaskScope:

@@ -17,19 +17,11 @@ from xxhash import xxh3_128_intdigest
 
 from syncline.scheduler.programs import Leaves, Segment
 
-DEFAULT_LEAF_NBYTES = 262_144
-
 _SEEDS = 2**64
 _SUMS = 2**128
-_NAME = "xxh3_128"
 
 RAW: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by item size: views through them move bits untouched, whatever the element type."""
-
-
-def digest_kind(leaf_nbytes: int = DEFAULT_LEAF_NBYTES) -> str:
-    """The digest's name in a plan, for example ``xxh3_128:262144``."""
-    return f"{_NAME}:{leaf_nbytes}"
 
 
 def add_digests(parts: Iterable[int]) -> int:
@@ -40,11 +32,6 @@ def add_digests(parts: Iterable[int]) -> int:
 def to_hex(digest: int) -> str:
     """32 hexadecimal digits."""
     return f"{digest % _SUMS:032x}"
-
-
-def from_hex(text: str) -> int:
-    """Inverse of `to_hex`; `ValueError` for other text."""
-    return int(text, 16)
 
 
 def leaf_bounds(leaves: Leaves) -> Iterator[tuple[int, int, int]]:

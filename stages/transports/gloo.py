@@ -44,7 +44,7 @@ class _TargetLink:
         self.ranks = list(ranks)
         self.name = unique_name(f"target-{target}")
         self.communicator: Communicator | None = None
-        self.under_way = 0
+        self.dropped = asyncio.Event()
 
     @property
     def receivers(self) -> list[ReceiverId]:
@@ -77,6 +77,7 @@ class GlooSender:
         self._rendezvous: Rendezvous | None = None
         self._links: dict[int, _TargetLink] = {}
         self._closing: set[Signal[None]] = set()
+        self._forsaken: set[asyncio.Future[Communicator]] = set()
         self._closed = False
 
     @property
@@ -128,8 +129,10 @@ class GlooSender:
     def drop(self, receivers: Collection[ReceiverId]) -> None:
         for target in {receiver.target for receiver in receivers}:
             link = self._links.pop(target, None)
-            if link is not None and link.communicator is not None:
-                self._discard(link.communicator)
+            if link is not None:
+                link.dropped.set()
+                if link.communicator is not None:
+                    self._discard(link.communicator)
 
     async def end(self, committed: Collection[ReceiverId]) -> None:
         done = set(committed)
@@ -150,8 +153,8 @@ class GlooSender:
         link = self._links.get(target)
         if link is None or self._rendezvous is None:
             return TransportError(f"target {target} was not offered a link")
-        try:
-            communicator = await Communicator.create(
+        making = asyncio.ensure_future(
+            Communicator.create(
                 self._rendezvous,
                 name=link.name,
                 rank=0,
@@ -159,13 +162,27 @@ class GlooSender:
                 bind_host=self._bind_host,
                 timeout_s=timeout_s,
             )
+        )
+        dropped = asyncio.create_task(link.dropped.wait())
+        try:
+            await asyncio.wait({making, dropped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            dropped.cancel()
+            if not making.done() or link.dropped.is_set():  # it cannot be cancelled: it meets or gives up in its own time
+                self._forsaken.add(making)
+                making.add_done_callback(self._forsake)
+        if link.dropped.is_set():
+            return TransportError(f"target {target} was dropped while it linked up")
+        try:
+            link.communicator = making.result()
         except TransportError as error:
             return TransportError(f"target {target}: {error}")
-        if self._links.get(target) is not link:  # dropped meanwhile
-            self._discard(communicator)
-            return TransportError(f"target {target} was dropped while it linked up")
-        link.communicator = communicator
         return None
+
+    def _forsake(self, making: asyncio.Future[Communicator]) -> None:
+        self._forsaken.discard(making)
+        if not making.cancelled() and making.exception() is None:
+            self._discard(making.result())
 
     def _discard(self, communicator: Communicator) -> None:
         closing = communicator.abort()

@@ -57,6 +57,7 @@ class EchoService:
         self.error = None
         self.unwatched = asyncio.Queue()
         self.hold = None
+        self.big = False
         self.called = asyncio.Event()
 
     async def _take(self, request, reply):
@@ -75,7 +76,8 @@ class EchoService:
         return await self._take("status", status)
 
     async def on_manifest(self):
-        return await self._take("manifest", ManifestReply(manifests=[b"\x00\xff" * 1000], incarnation="i", manifest_digest="m"))
+        manifest = bytes(range(256)) * 20_000 if self.big else b"\x00\xff" * 1000
+        return await self._take("manifest", ManifestReply(manifests=[manifest], incarnation="i", manifest_digest="m"))
 
     async def on_connect(self, request):
         return await self._take(request, Ack())
@@ -226,6 +228,41 @@ async def test_malformed_bodies_are_refused_and_harm_nothing(served, body):
     assert json.loads(answer)["error"] == "ProtocolError"
     assert not service.asked
     assert (await client.abort(AbortRequest(push_id="p"))).ok
+
+
+@pytest.mark.parametrize("secret", [None, "s"])
+async def test_large_plans_and_manifests(listen, secret):
+    service = EchoService()
+    server = ControlServer(service, listen, secret=secret)
+    await server.start()
+    client = ControlClient(server.address, secret=secret, timeout_s=30.0)
+    program = bytes(range(256)) * 20_000
+    links = [RankLinks(rank=0, program=program, transport="shm", descriptors={})]
+    assert (await client.connect(connect_request(ranks=links))).ok
+    assert service.asked[0].ranks[0].program == program
+    service.big = True
+    assert (await client.manifest()).manifests == [program]
+    await client.close()
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /abo", b"POST /abort HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", b"\x00\xff" * 50]
+)
+async def test_callers_that_hang_up_harm_nobody(served, caplog, sent):
+    _, server, client = served
+    where = Address.parse(server.address)
+    if where.path:
+        _, writer = await asyncio.open_unix_connection(where.path)
+    else:
+        _, writer = await asyncio.open_connection(where.host, where.port)
+    writer.write(sent)
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+    assert (await client.status()).version == 3
+    assert (await client.abort(AbortRequest(push_id="p"))).ok
+    assert not [record for record in caplog.records if record.name.startswith("syncline")]
 
 
 async def test_too_long_a_body_is_refused(served):
@@ -486,7 +523,8 @@ asyncio.run(main())
 
 
 @pytest.fixture
-async def other_process(listen):
+async def other_process(tmp_path):
+    listen = f"unix:{tmp_path}/x.sock"
     code = CHILD.format(here=str(Path(__file__).parent), file=__file__)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, listen, stdout=asyncio.subprocess.PIPE)
     address = (await process.stdout.readline()).decode().strip()

@@ -71,6 +71,27 @@ async def test_mapped_keeps_the_lease_until_the_next_commit(targets):
     assert [lease.released for lease in half.leases] == [True, True]
 
 
+@pytest.mark.parametrize("unmaps", [True, False])
+async def test_after_mapped_another_mode(targets, unmaps):
+    target = await targets(landing="mapped")
+    await target.push(1)
+    (lease,) = target.halves.of[0].leases
+    loader = target.loaders[0]
+
+    def unmap():
+        loader.live = {name: tensor.clone() for name, tensor in loader.live.items()}
+
+    if unmaps:
+        loader.unmap = unmap
+    target.source.landing = target.landing = "staged"
+    await target.source.connect()
+    assert lease.released == unmaps  # what a loader cannot give up is held on to
+    assert target.hold(1)
+    for version in (2, 3):
+        await target.push(version)
+    assert lease.released == unmaps
+
+
 @pytest.mark.parametrize("expose", [True, False])
 @pytest.mark.parametrize("landing", MODES)
 async def test_the_loader_is_called_once_per_version_in_order(targets, landing, expose):
@@ -580,6 +601,15 @@ async def test_over_tcp_with_a_secret(rig):
         assert (await source.prepare(1)).status == "ready"
         halves.of[0].deliver_all(1)
         assert (await source.complete(1)).success
+        await source.close()
+
+
+async def test_another_host_may_be_told(rig):
+    receiver = Receiver(rig.ToyLoader(), "tcp://0.0.0.0:0", secret="s", advertise="127.0.0.1")
+    async with receiver:
+        assert receiver.address.startswith("tcp://127.0.0.1:")
+        source = rig.ToySource(receiver.address, secret="s")
+        assert (await source.client.status()).ready
         await source.close()
 
 

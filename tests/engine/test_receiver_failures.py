@@ -154,6 +154,29 @@ async def test_other_bytes_than_were_sent(targets, until, landing):
     await check_and_recover(target, AFTER[landing])
 
 
+@pytest.mark.parametrize("landing", MODES)
+async def test_receiving_raises_something(targets, landing):
+    target = await targets(world=2, landing=landing, version=1)
+    half = target.halves.of[1]
+    receive, calls = half.receive, []
+
+    async def failing(task):
+        calls.append(task.index)
+        if len(calls) == 2:
+            boom()
+        return await receive(task)
+
+    half.receive = failing
+    await target.source.prepare(2)
+    target.deliver(2)
+    result = await target.source.complete(2)
+    assert (result.success, result.error) == (False, "StageError")
+    assert "in boom" in result.message
+    assert sorted(half.released) == [task.index for task in target.source.programs[1].tasks]
+    half.receive = receive
+    await check_and_recover(target, AFTER[landing])
+
+
 async def test_a_transport_that_moves_nothing(targets):
     target = await targets(version=1)
     await target.source.prepare(2)

@@ -74,7 +74,7 @@ class ShardSource:
                     self.locals.append(local)
             self._cache = Manifest(
                 rank=self.rank, world_size=self.world_size, host=self.host, tensors=tensors, pieces=pieces, buffers=buffers,
-                aliases=self.aliases,
+                aliases=self.aliases, fingerprint=" ".join(str(local.data_ptr()) for local in self.locals),
             )  # fmt: skip
         return self._cache
 

@@ -165,7 +165,7 @@ OPTIONS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(case=cases(), options=OPTIONS, direct_nbytes=st.sampled_from([1, 64 * 1024]))
 def test_lands_what_a_plain_copy_gives(sim, case, options, direct_nbytes) -> None:
     sources, targets, tensors = case
@@ -184,7 +184,7 @@ def test_lands_what_a_plain_copy_gives(sim, case, options, direct_nbytes) -> Non
             check_target_program(world.receiving[key], manifest)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(case=cases(), data=st.data(), leaf_bytes=st.sampled_from([1, 16, 50, 262144]))
 def test_digest_is_that_of_whole_items_for_any_cut(sim, case, data, leaf_bytes) -> None:
     sources, targets, tensors = case
@@ -204,7 +204,7 @@ def test_digest_is_that_of_whole_items_for_any_cut(sim, case, data, leaf_bytes) 
             assert world.digest((t, manifest.rank)) == sim.reference_digest(list(items.values()), leaf_bytes)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(case=cases(), options=OPTIONS, data=st.data())
 def test_plan_does_not_depend_on_the_order_of_ranks(case, options, data) -> None:
     sources, targets, _ = case
@@ -216,7 +216,7 @@ def test_plan_does_not_depend_on_the_order_of_ranks(case, options, data) -> None
     assert build_plan(decoded, targets, options).digest == plan.digest
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(case=cases(), options=OPTIONS)
 def test_landing_space_holds_every_tensor_in_one_run(case, options) -> None:
     sources, targets, _ = case

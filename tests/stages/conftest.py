@@ -267,7 +267,9 @@ def nursery() -> Iterator[str]:
     with tempfile.TemporaryDirectory(dir="/tmp") as home:
         path = f"{home}/nursery"
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, str(PEER), path], stdout=subprocess.PIPE, env={**os.environ, **one_thread})
+        process = subprocess.Popen(
+            [sys.executable, str(PEER.with_name("nursery.py")), path], stdout=subprocess.PIPE, env={**os.environ, **one_thread}
+        )
         with process:
             assert process.stdout.readline() == b"ready\n"
             yield path

@@ -1,4 +1,4 @@
-"""Signals, gathered completions, task scopes, worker threads."""
+"""Signals, task scopes, worker threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from syncline.stages.completions import Signal, TaskScope, WorkCompletion, gather_completions
+from syncline.stages.completions import Signal, TaskScope
 from syncline.stages.errors import TransportError
 from syncline.stages.workers import Workers, call_in_thread
 
@@ -69,27 +69,6 @@ def test_ending_after_the_loop_is_closed_is_harmless():
     loop.close()
     signal.set_threadsafe()
     signal.fail_threadsafe(ValueError())
-
-
-async def test_gathered_completions_wait_for_all_also_after_an_error():
-    parts = [Signal(), Signal(), Signal()]
-    whole = gather_completions([None, *parts])
-    parts[1].fail(TransportError("second"))
-    parts[0].set()
-    await asyncio.sleep(0)
-    assert not whole.done
-    parts[2].fail(TransportError("third"))
-    with pytest.raises(TransportError, match="second"):
-        await whole
-
-
-async def test_gathering_nothing_one_and_what_has_to_be_polled():
-    assert gather_completions([None, None]) is None
-    one = Signal()
-    assert gather_completions([None, one]) is one
-    with pytest.raises(ValueError, match="polled"):
-        gather_completions([one, WorkCompletion(None, "a barrier")])
-    one.set()
 
 
 async def test_a_scope_ends_signals_and_gives_up_what_is_late():

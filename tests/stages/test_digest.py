@@ -16,10 +16,8 @@ from syncline.stages.digest import (
     add_digests,
     digest_bucket,
     digest_bytes,
-    digest_kind,
     digest_segment,
     digest_view,
-    from_hex,
     to_hex,
 )
 
@@ -134,7 +132,6 @@ def test_a_view_that_does_not_fit_the_leaves_is_refused():
         digest_view(torch.zeros(4, 6).t(), leaves)
 
 
-def test_text_forms():
-    assert digest_kind() == "xxh3_128:262144"
+def test_hex():
     assert to_hex(255) == "0" * 30 + "ff"
-    assert from_hex(to_hex(2**128 - 1)) == 2**128 - 1
+    assert to_hex(2**128 + 1) == to_hex(1) == "0" * 31 + "1"
