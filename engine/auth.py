@@ -33,9 +33,7 @@ class Signer:
         clock: seconds since the epoch.
     """
 
-    def __init__(
-        self, secret: str, *, window_s: float = REPLAY_WINDOW_S, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, secret: str, *, window_s: float = REPLAY_WINDOW_S, clock: Callable[[], float] = time.time) -> None:
         self._key = secret.encode()
         self._window_s = window_s
         self._clock = clock

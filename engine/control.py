@@ -68,7 +68,6 @@ def watch_name(request: ConnectRequest) -> str:
     return f"{request.source_incarnation}/{request.generation}"
 
 
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -97,9 +96,7 @@ class ErrorReply(msgspec.Struct, kw_only=True):
             return cls(error="PlanError", message="\n".join(error.problems))
         if isinstance(error, SynclineError):
             return cls(error=type(error).__name__, message=str(error))
-        return cls(
-            error=ControlError.__name__, message=f"{type(error).__name__}: {error}", traceback=traceback_text(error)
-        )
+        return cls(error=ControlError.__name__, message=f"{type(error).__name__}: {error}", traceback=traceback_text(error))
 
     def to_error(self, where: str) -> SynclineError:
         """The error to raise at the caller."""

@@ -68,9 +68,7 @@ class ControlServer:
         ConfigError: the address is malformed, or is beyond loopback and there is no secret.
     """
 
-    def __init__(
-        self, service: Service, listen: str, *, secret: str | None = None, advertise: str | None = None
-    ) -> None:
+    def __init__(self, service: Service, listen: str, *, secret: str | None = None, advertise: str | None = None) -> None:
         self._service = service
         self._advertise = advertise
         self._wanted = Address.parse(listen)

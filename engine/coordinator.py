@@ -87,6 +87,7 @@ class Coordinator:
         sources = [enter.manifest_digest for enter in enters]
         known = [handle for handle in self.handles if handle.raw_manifests]
         replan = sources != self._planned_sources or any(h.planned_digest != _manifest_digest(h) for h in known)
+        replan = replan or not all(enter.plan_digest and enter.plan_digest == enters[0].plan_digest for enter in enters)
         self._planned_sources = sources
         link = [h.index for h in known if h.index not in self._failed and (replan or h.needs_link())]
         regroup = self.group_broken or replan

@@ -298,4 +298,3 @@ class Fence:
     def _note(self, what: str) -> None:
         push = self._push
         self._story.append(what if push is None else f"{push.push_id}: {what}")
-

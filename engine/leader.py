@@ -293,9 +293,7 @@ class Leader:
     async def join(self, request: JoinRequest) -> Ack:
         """Another rank says that it is there."""
         await self._roster.join(request)
-        self._feed(
-            Joined(rank=request.rank, incarnation=request.incarnation, process=request.process, serving=request.serving)
-        )
+        self._feed(Joined(rank=request.rank, incarnation=request.incarnation, process=request.process, serving=request.serving))
         return Ack(serving=self._rank.serving)
 
     async def _call(self, call: Call, push_id: str, event: Event) -> Answer:

@@ -12,6 +12,7 @@ import time
 
 import msgspec
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from .coordination import Coordination, Hub, Solo, Spoke
 from .errors import SourceRankLost, SynclineError
@@ -47,7 +48,7 @@ async def meet(group: dist.ProcessGroup | None, rank: int, world_size: int, host
     return hub
 
 
-async def _find_rank_0(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Spoke:
+async def _find_rank_0(store: c10d.Store, rank: int, world_size: int, timeout_s: float) -> Spoke:
     """Follow the newest card that there is, until one leads to a rank 0 that waits for its ranks."""
     until = time.monotonic() + timeout_s
     followed, reason = b"", "rank 0 did not come to connect"
@@ -66,5 +67,5 @@ async def _find_rank_0(store: dist.Store, rank: int, world_size: int, timeout_s:
     raise SourceRankLost(f"source rank {rank} did not meet rank 0 within {timeout_s:g} s: {reason}")
 
 
-def _read(store: dist.Store) -> bytes:
+def _read(store: c10d.Store) -> bytes:
     return bytes(store.get(_KEY)) if store.check([_KEY]) else b""

@@ -34,9 +34,7 @@ class Member:
         self._rank = rank
         self._leader = leader
         self._address = address
-        self._client = ControlClient(
-            leader, secret=secret, timeout_s=10.0, heartbeat_s=heartbeat_s, patience_s=patience_s
-        )
+        self._client = ControlClient(leader, secret=secret, timeout_s=10.0, heartbeat_s=heartbeat_s, patience_s=patience_s)
         self.joined = asyncio.Event()
         """Set while the leader has accepted this rank and the connection to it stands."""
 

@@ -37,9 +37,7 @@ def whole_pieces(program: TargetProgram, manifest: Manifest, problems: list[str]
     return [_whole_piece(piece, found, manifest, problems) for piece, found in sorted(parts.items())]
 
 
-def _whole_piece(
-    index: int, parts: list[tuple[int, Part]], manifest: Manifest, problems: list[str]
-) -> WholePiece:
+def _whole_piece(index: int, parts: list[tuple[int, Part]], manifest: Manifest, problems: list[str]) -> WholePiece:
     parts = sorted(parts, key=lambda part: (part[0], part[1].shared_offset))
     owner, first = parts[0]
     name, dtype = first.segment.name, first.segment.dtype

@@ -135,9 +135,7 @@ class Rank:
     async def manifest(self) -> bytes:
         """The loader's manifest as it is now; `manifest_digest` names it."""
         loader = self._loader.loader
-        manifest = await self._loader.call(
-            lambda: loader.manifest(rank=self.rank, world_size=self.world_size, host=self._host)
-        )
+        manifest = await self._loader.call(lambda: loader.manifest(rank=self.rank, world_size=self.world_size, host=self._host))
         if manifest is not self._manifest:
             self._manifest_bytes, self.manifest_digest = await self._workers.submit(
                 lambda: (manifest.to_bytes(), manifest.digest)
@@ -202,9 +200,7 @@ class Rank:
         await self.manifest()
         assert self._manifest is not None
         await self._move_home(request.landing)
-        return await make_link(
-            request, self._manifest, loader=self._loader, workers=self._workers, make_half=self._make_half
-        )
+        return await make_link(request, self._manifest, loader=self._loader, workers=self._workers, make_half=self._make_half)
 
     async def _move_home(self, landing: Landing) -> None:
         """After ``mapped`` pushes another mode begins: live parameters get memory of their own, if the loader can do that."""
@@ -305,9 +301,7 @@ class Rank:
             message = f"receiving raised {error!r}\n{traceback_text(error)}"
             return VoteReply(yes=False, rank=self.rank, message=message, error="StageError")
         self.landing_bytes = update.link.path.landing_bytes
-        return VoteReply(
-            yes=True, rank=self.rank, digest=digest, buckets=received.buckets, landing_bytes=self.landing_bytes
-        )
+        return VoteReply(yes=True, rank=self.rank, digest=digest, buckets=received.buckets, landing_bytes=self.landing_bytes)
 
     def _verified(self, received: Received, request: CompleteRequest, update: _Update) -> str:
         if received.digest is None:

@@ -14,11 +14,12 @@ from syncline.scheduler.errors import AllTargetsLost
 from syncline.scheduler.events import Cancelled, TargetLost
 
 from .errors import PushTimeout, SynclineError
-from .steps import Done, Outcome, Start
+from .steps import Done, HeadNote, Outcome, Start
 from .trace import STAGES, Span
 from .wiring import Wiring
 
 _LOOKS_PER_TIMEOUT = 8
+_STALE_LOOKS = 3
 
 
 class PushRun:
@@ -29,13 +30,21 @@ class PushRun:
         start: who takes part (rank 0's decision).
         wiring: the plan's stages and links on this rank.
         report_loss: called on the loop with a target that this rank cannot reach any more.
+        tell_head: called from time to time with what this rank has still to send; rank 0 gives it to `heard_head`.
 
     Attributes:
         lost: target -> reason, as rank 0 decided.
     """
 
     def __init__(
-        self, attempt: int, version: int, start: Start, wiring: Wiring, report_loss: Callable[[int, SynclineError], None]
+        self,
+        attempt: int,
+        version: int,
+        start: Start,
+        *,
+        wiring: Wiring,
+        report_loss: Callable[[int, SynclineError], None],
+        tell_head: Callable[[HeadNote], None],
     ) -> None:
         self.version = version
         self.lost: dict[int, str] = {}
@@ -43,6 +52,8 @@ class PushRun:
         self._start = start
         self._wiring = wiring
         self._report_loss = report_loss
+        self._tell_head = tell_head
+        self._heads: dict[int, tuple[float, HeadNote]] = {}
         self._reported: set[int] = set()
         self._began = time.perf_counter()
         self._wall = time.time()
@@ -131,14 +142,41 @@ class PushRun:
             self._report_loss(target, error)
 
     async def _watch_progress(self) -> None:
-        """A target that takes nothing for ``target_timeout_s`` while it is waited for is lost."""
+        """A target that takes nothing for ``target_timeout_s`` while it holds up the others is lost."""
         timeout_s = self._wiring.config.target_timeout
+        pause_s = timeout_s / _LOOKS_PER_TIMEOUT
         while True:
-            await asyncio.sleep(timeout_s / _LOOKS_PER_TIMEOUT)
-            for target, waited_s in self._wiring.waiting_s().items():
+            await asyncio.sleep(pause_s)
+            task, waits = self._wiring.head() or (None, {})
+            self._tell_head(
+                HeadNote(
+                    attempt=self._attempt,
+                    rank=self._wiring.program.rank,
+                    task=task,
+                    waits={str(target): seconds for target, seconds in waits.items()},
+                )
+            )
+            for target, waited_s in self._holding_up(_STALE_LOOKS * pause_s).items():
                 if waited_s > timeout_s and target not in self.lost:
                     limit = f"it took no byte for {waited_s:.3g} s (target_timeout_s is {timeout_s:g})"
                     self._noticed(target, PushTimeout(limit))
+
+    def heard_head(self, note: HeadNote) -> None:
+        """Rank 0: what a rank has still to send."""
+        self._heads[note.rank] = (time.monotonic(), note)
+
+    def _holding_up(self, stale_s: float) -> dict[int, float]:
+        """Rank 0: targets that the first unsent task of all ranks waits for, with the seconds.
+
+        Every target takes tasks in plan order: these wait for nothing else. A target that a later task waits for may itself
+        be waiting behind them, for a task that another rank cannot send yet; it is not to blame.
+        """
+        oldest = time.monotonic() - stale_s
+        notes = [note for at, note in self._heads.values() if at >= oldest]
+        if len(notes) < self._wiring.program.world_size:
+            return {}  # a rank that says nothing may be what everybody waits for
+        first = min((note for note in notes if note.task is not None), key=lambda note: note.task or 0, default=None)
+        return {} if first is None else {int(target): seconds for target, seconds in first.waits.items()}
 
     def _done(self, outcome: PushOutcome | None) -> bytes:
         wiring = self._wiring

@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -43,7 +43,7 @@ from .report import PushReport
 from .reporting import build_report
 from .running import PushRun
 from .source import Source
-from .steps import Enter, Linked, LossNote, Manifests, Offers, Opening, Start
+from .steps import Enter, HeadNote, Linked, LossNote, Manifests, Offers, Opening, Start
 from .targets import RemoteTarget, TargetHandle
 from .wiring import Wiring, transport_kinds
 
@@ -121,7 +121,9 @@ class Session:
         if start.stale:
             self._attempt += 1
             start = await self._start(version, retry=False)
-        self._run = PushRun(self._attempt, version, start, self._wired(), self._report_loss)
+        self._run = PushRun(
+            self._attempt, version, start, wiring=self._wired(), report_loss=self._report_loss, tell_head=self._tell_head
+        )
         try:
             async with self._watching(start):
                 outcome = await self._run.run(self._remaining(), on_source_free, lambda done: self._finish(version, done))
@@ -143,6 +145,7 @@ class Session:
             version=version,
             manifest_digest=manifest.digest if manifest is not None else "",
             problems=problems,
+            plan_digest=self._wiring.plan.digest if self._wiring else "",
             targets=[target.address for target in self.targets],
             config_digest=_config_digest(self.config),
             stuck=await self._wiring.settle() if self._wiring else 0,
@@ -151,6 +154,19 @@ class Session:
         opening = await self._exchange("enter", msgspec.msgpack.encode(enter), decide)
         assert manifest is not None  # a rank with problems fails the step
         await self._make(msgspec.msgpack.decode(opening, type=Opening), manifest, must=version is None)
+
+    async def _unless_aborted(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, but no longer than until another rank has failed this attempt: nobody comes to meet it any more."""
+        task, aborted = asyncio.ensure_future(work), asyncio.create_task(self._caused.wait())
+        try:
+            await asyncio.wait({task, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and self._cause is not None:
+                raise self._cause
+            task.result()
+        finally:
+            task.cancel()
+            aborted.cancel()
+            await asyncio.gather(task, aborted, return_exceptions=True)
 
     def _take_manifest(self) -> tuple[Manifest | None, list[str]]:
         """This rank's manifest, or what is wrong with it: all ranks' problems are told together."""
@@ -165,9 +181,10 @@ class Session:
         wiring = self._wired()
         wiring.push_id = opening.push_id
         if opening.regroup:
-            await wiring.regroup(opening.group_name, opening.rendezvous, self._rendezvous, timeout_s=self._remaining())
+            name, endpoint = opening.group_name, opening.rendezvous
+            await self._unless_aborted(wiring.regroup(name, endpoint, self._rendezvous, timeout_s=self._remaining()))
         if opening.link:
-            await self._link(opening.link, must=must)
+            await self._unless_aborted(self._link(opening.link, must=must))
 
     async def _replan(self, manifest: Manifest) -> None:
         coordinator = self._coordinator
@@ -309,7 +326,17 @@ class Session:
         self._coordination_or_raise().tell("drop", msgspec.msgpack.encode(note))
         self._run.drop(note.target, note.at_task, note.reason)
 
+    def _tell_head(self, note: HeadNote) -> None:
+        """Rank 0 gets to know what this rank has still to send."""
+        if self._coordinator is None:
+            self._coordination_or_raise().tell("head", msgspec.msgpack.encode(note))
+        elif self._run is not None and note.attempt == self._attempt:
+            self._run.heard_head(note)
+
     def _on_note(self, topic: str, payload: bytes) -> None:
+        if topic == "head":
+            self._tell_head(msgspec.msgpack.decode(payload, type=HeadNote))
+            return
         note = msgspec.msgpack.decode(payload, type=LossNote)
         if topic == "lost":
             self._decide_loss(note)

@@ -20,6 +20,8 @@ class Enter(msgspec.Struct, kw_only=True):
     targets: list[str]
     config_digest: str
     """Ranks with other targets or knobs would build other plans: refused at once."""
+    plan_digest: str = ""
+    """The plan that the rank is wired up for; empty if it has none, as after an attempt that failed half-way."""
     problems: list[str] = []
     """What is wrong with the rank's manifest; then there is no digest."""
     stuck: int = 0
@@ -108,6 +110,17 @@ class Outcome(msgspec.Struct, kw_only=True):
     tasks: int
     targets: list[TargetOutcome]
     ranks: list[Done]
+
+
+class HeadNote(msgspec.Struct, kw_only=True):
+    """To rank 0, from time to time: the first task, in plan order, that a rank has still to send."""
+
+    attempt: int
+    rank: int
+    task: int | None
+    """None: it has sent everything."""
+    waits: dict[str, float]
+    """Targets (as text) that this task waits for -> seconds since they last took anything. Empty: it is not ready to go."""
 
 
 class LossNote(msgspec.Struct, kw_only=True):

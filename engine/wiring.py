@@ -23,6 +23,7 @@ from syncline.stages.prepare import PrepareStage
 from syncline.stages.recipes import Recipe, build_recipes
 from syncline.stages.send import SendStage
 from syncline.stages.task_memory import TaskMemory, private_capacity
+from syncline.stages.transports import shared_memory
 from syncline.stages.transports.base import Sender
 from syncline.stages.transports.gloo import GlooSender
 from syncline.stages.transports.shm import ShmSender
@@ -220,12 +221,19 @@ class Wiring:
                 self._dropped.add(target)
                 self._send.drop(self.receivers[target])
 
-    def waiting_s(self) -> dict[int, float]:
-        """Targets that a send waits for -> seconds since that target last took anything."""
-        waited: dict[int, float] = {}
-        for receiver, since in self._send.waiting_since().items():
-            waited[receiver.target] = max(waited.get(receiver.target, 0.0), time.monotonic() - since)
-        return waited
+    def head(self) -> tuple[int, dict[int, float]] | None:
+        """This rank's first task that has not gone out: its index, and the targets that it waits for, with the seconds.
+
+        The targets are missing while it is not being sent yet. None: everything has gone out.
+        """
+        head = self._send.head()
+        if head is None:
+            return None
+        task, since = head
+        waits: dict[int, float] = {}
+        for receiver, at in since.items():
+            waits[receiver.target] = max(waits.get(receiver.target, 0.0), time.monotonic() - at)
+        return task, waits
 
     def digests(self) -> dict[str, str]:
         """This rank's part of every receiver's content digest, and of the content's own (`CONTENT`)."""
@@ -267,6 +275,7 @@ class Wiring:
             await sender.close()
         if self._communicator is not None:
             await self._communicator.close()
+        self._rendezvous = None
         await self._scope.join(_SETTLE_S)
         self._memory.pool.close()
         with contextlib.suppress(RuntimeError):
@@ -284,10 +293,12 @@ def transport_kinds(
     kinds: dict[int, str] = {}
     problems: list[str] = []
     for index, ranks in enumerate(targets):
-        together = len(hosts | {manifest.host for manifest in ranks}) == 1
+        together = len(hosts | {manifest.host for manifest in ranks}) == 1 and shared_memory.is_available()
         kinds[index] = ("shm" if together else "gloo") if config.transport == "auto" else config.transport
         if kinds[index] == "shm" and not together:
-            problems.append(f"target {index}: transport 'shm' needs source and target on one host; choose 'auto' or 'gloo'")
+            problems.append(
+                f"target {index}: transport 'shm' needs source and target on one Linux host; choose 'auto' or 'gloo'"
+            )
         elif kinds[index] == "gloo" and config.landing == "mapped":
             remedy = "choose 'staged' or 'streamed'"
             problems.append(f"target {index}: landing 'mapped' needs source and target on one host; {remedy}")

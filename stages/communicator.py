@@ -85,16 +85,27 @@ class Communicator:
     ) -> Communicator:
         """Meet the other members under ``name``. All members call it; it returns when all connections stand.
 
-        Raises `TransportError` if they have not met within ``timeout_s`` seconds.
+        Raises `TransportError` if they have not met within ``timeout_s`` seconds. Cancelled, it waits for nobody any more.
         """
         options = _options(bind_host, timeout_s)
+        joined: list[Rendezvous] = []
+        cancelled = threading.Event()
 
         def make() -> tuple[Any, Rendezvous]:
             # a client of its own: one that waits for a key keeps others that share it waiting
             mine = Rendezvous.join(rendezvous.endpoint, timeout_s=timeout_s)
+            joined.append(mine)
+            if cancelled.is_set():
+                raise TransportError("cancelled")
             return _make_group(c10d.PrefixStore(name, mine.store), rank, size, options), mine
 
-        group, mine = await call_in_thread(make, name="syncline-gloo-make")
+        try:
+            group, mine = await call_in_thread(make, name="syncline-gloo-make")
+        except asyncio.CancelledError:
+            cancelled.set()
+            for client in joined:
+                client.interrupt()
+            raise
         return cls(group, mine, rank, size)
 
     @property

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -34,51 +34,64 @@ _MOST_BYTES = 2**20
 _CHUNK = 2**16
 
 
-@dataclass(frozen=True, kw_only=True)
 class Rendezvous:
     """A store on this rank or another one. Keep it while communicators are made through it, and as long as they live.
 
     Attributes:
-        endpoint: ``host:port/token``, for the other ranks.
+        endpoint: ``token@host:port``, for the other ranks.
         store: the store itself, for one thread at a time.
+        close: lets go of it, and of the store itself where this rank hosts it. Idempotent, from any thread, never blocks;
+            the last reference does it, too.
     """
 
-    endpoint: str
-    store: c10d.Store
+    def __init__(self, endpoint: str, store: c10d.Store, close: Callable[[], None]) -> None:
+        self.endpoint = endpoint
+        self.store = store
+        self.close = weakref.finalize(self, close)
 
     @classmethod
     def host(cls, bind_host: str, *, timeout_s: float) -> Rendezvous:
-        """Host a store that listens on ``bind_host`` only, for as long as the result is kept. Quick."""
+        """Host a store that listens on ``bind_host`` only. Quick."""
         server = _Server(bind_host)
         try:
-            rendezvous = cls.join(server.endpoint, timeout_s=timeout_s)
+            store = _RemoteStore(server.endpoint, timeout_s)
         except BaseException:
             server.close()
             raise
-        weakref.finalize(rendezvous, server.close)
-        return rendezvous
+
+        def close() -> None:
+            server.close()
+            store.connection.close()
+
+        return cls(server.endpoint, store, close)
 
     @classmethod
     def join(cls, endpoint: str, *, timeout_s: float) -> Rendezvous:
         """Reach a hosted store. Blocks for at most ``timeout_s``: not for the event loop."""
-        address, _, token = endpoint.partition("/")
-        host, _, port = address.rpartition(":")
-        try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(_frame(token.encode()))
-        except (OSError, ValueError) as error:
-            raise TransportError(f"no rendezvous at {address} within {timeout_s:g} s: {error}") from error
-        return cls(endpoint=endpoint, store=_RemoteStore(connection, timeout_s))
+        store = _RemoteStore(endpoint, timeout_s)
+        return cls(endpoint, store, store.connection.close)
+
+    def interrupt(self) -> None:
+        """End a wait in the store, with an error where it waits; then the store is of no use. From any thread, never blocks."""
+        if isinstance(self.store, _RemoteStore):
+            with contextlib.suppress(OSError):
+                self.store.connection.shutdown(socket.SHUT_RDWR)
 
 
 class _RemoteStore(c10d.Store):
     """What gloo asks. It calls these methods from C++ and takes a `RuntimeError` for a failure."""
 
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+    def __init__(self, endpoint: str, timeout_s: float) -> None:
         super().__init__()
-        self._connection = connection
+        token, _, address = endpoint.rpartition("@")
+        host, _, port = address.rpartition(":")
         self._timeout_s = timeout_s
+        try:
+            self.connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.connection.sendall(_frame(token.encode()))
+        except (OSError, ValueError) as error:
+            raise TransportError(f"no rendezvous at {address} within {timeout_s:g} s: {error}") from error
 
     def set(self, key: str, value: bytes | str) -> None:
         self._ask(_Request(key=key, value=value if isinstance(value, bytes) else value.encode()), self._timeout_s)
@@ -86,19 +99,19 @@ class _RemoteStore(c10d.Store):
     def get(self, key: str) -> bytes:
         return self._ask(_Request(key=key), self._timeout_s)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         until = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         for key in keys:
             self._ask(_Request(key=key), until - time.monotonic())
 
     def _ask(self, request: _Request, timeout_s: float) -> bytes:
         try:
-            self._connection.settimeout(max(0.001, timeout_s))
-            self._connection.sendall(_frame(msgspec.msgpack.encode(request)))
+            self.connection.settimeout(max(0.001, timeout_s))
+            self.connection.sendall(_frame(msgspec.msgpack.encode(request)))
             (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
             return self._read(length)
         except TimeoutError:
-            self._connection.close()  # a late reply would be taken for another one's
+            self.connection.close()  # a late reply would be taken for another one's
             raise RuntimeError(f"nobody came to the rendezvous with {request.key!r} in time") from None
         except OSError as error:
             raise RuntimeError(f"the rendezvous went away: {error}") from None
@@ -106,14 +119,11 @@ class _RemoteStore(c10d.Store):
     def _read(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
-            part = self._connection.recv(count - len(data))
+            part = self.connection.recv(count - len(data))
             if not part:
                 raise ConnectionError("the rank that hosts it closed it")
             data += part
         return bytes(data)
-
-    def __del__(self) -> None:
-        self._connection.close()
 
 
 class _Request(msgspec.Struct, array_like=True):
@@ -139,7 +149,7 @@ class _Server:
         self._listener.setblocking(False)
         self._token = secrets.token_hex(16)
         port = self._listener.getsockname()[1]
-        self.endpoint = f"{f'[{bind_host}]' if ':' in bind_host else bind_host}:{port}/{self._token}"
+        self.endpoint = f"{self._token}@{f'[{bind_host}]' if ':' in bind_host else bind_host}:{port}"
         self._values: dict[str, bytes] = {}
         self._waiting: defaultdict[str, list[_Client]] = defaultdict(list)
         self._clients: set[_Client] = set()

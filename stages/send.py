@@ -7,8 +7,8 @@ The loss of one receiver does not fail a task. It is reported, and the task wait
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from syncline.scheduler.programs import ReceiverId, SourceTask
 
@@ -49,6 +49,8 @@ class SendStage:
         self._parked: defaultdict[ReceiverId, list[_Sending]] = defaultdict(list)
         self._waits: defaultdict[ReceiverId, int] = defaultdict(int)
         self._progress: dict[ReceiverId, float] = {}
+        self._unsent: deque[int] = deque()
+        self._sendings: dict[int, _Sending] = {}
         self.sent_bytes = 0
 
     def begin(self, push: int, receivers: Collection[ReceiverId]) -> None:
@@ -56,13 +58,15 @@ class SendStage:
         self.end()
         self._push = push
         self._live = set(receivers)
+        self._unsent = deque(sorted(index for index, task in self._tasks.items() if task.receivers))
+        self._sendings = {}
         self.sent_bytes = 0
 
     def start(self, task: int) -> Completion | None:
         receivers = [receiver for receiver in self._tasks[task].receivers if receiver in self._live]
         if not receivers:
             return None
-        sending = _Sending(self, self._tasks[task].nbytes, len(receivers))
+        sending = self._sendings[task] = _Sending(self, self._tasks[task].nbytes, receivers)
         for receiver, completion in self._send(self._tasks[task], receivers).items():
             sending.follow(receiver, completion)
         return sending.completion
@@ -70,6 +74,21 @@ class SendStage:
     def waiting_since(self) -> dict[ReceiverId, float]:
         """Receivers that a send waits for -> when they last took anything, or the wait began (`time.monotonic`)."""
         return {receiver: self._progress[receiver] for receiver, count in self._waits.items() if count}
+
+    def head(self) -> tuple[int, dict[ReceiverId, float]] | None:
+        """The first task of this rank that has not gone to all its receivers, and which of them it waits for, since when.
+
+        The receivers are missing while the task is not being sent yet. None: everything has gone out.
+        """
+        while self._unsent:
+            task = self._unsent[0]
+            sending = self._sendings.get(task)
+            if sending is not None and sending.pending:
+                return task, {receiver: self._progress[receiver] for receiver in sending.pending}
+            if sending is None and not self._live.isdisjoint(self._tasks[task].receivers):
+                return task, {}
+            self._unsent.popleft()
+        return None
 
     def drop(self, receivers: Collection[ReceiverId]) -> None:
         """Send nothing more to ``receivers``, and end what waits for them. Idempotent."""
@@ -85,6 +104,8 @@ class SendStage:
         """The push is over: nothing waits for a receiver to be dropped any more."""
         parked, self._parked = self._parked, defaultdict(list)
         self._live, self._failed = set(), set()
+        self._unsent.clear()
+        self._sendings = {}
         for receiver, sendings in parked.items():
             for sending in sendings:
                 sending.ended(receiver)
@@ -133,16 +154,16 @@ class SendStage:
 class _Sending:
     """One task under way to its receivers."""
 
-    def __init__(self, stage: SendStage, nbytes: int, count: int) -> None:
+    def __init__(self, stage: SendStage, nbytes: int, receivers: Iterable[ReceiverId]) -> None:
+        self.pending = set(receivers)
         self._stage = stage
         self._nbytes = nbytes
-        self._left = count
         self._signal: Signal[None] | None = None
 
     @property
     def completion(self) -> Signal[None] | None:
         """None if nothing is left to wait for."""
-        if self._left and self._signal is None:
+        if self.pending and self._signal is None:
             self._signal = Signal()
         return self._signal
 
@@ -158,8 +179,8 @@ class _Sending:
     def ended(self, receiver: ReceiverId) -> None:
         """``receiver`` is done with, well or dropped."""
         self._stage.waits(receiver, -1)
-        self._left -= 1
-        if self._left == 0 and self._signal is not None:
+        self.pending.discard(receiver)
+        if not self.pending and self._signal is not None:
             self._signal.set()
 
     def _settle(self, receiver: ReceiverId, completion: Completion) -> None:

@@ -147,7 +147,9 @@ class GlooSender:
                     await closing
         except TimeoutError:
             pass
-        self._rendezvous = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
 
     async def _meet(self, target: int, timeout_s: float) -> TransportError | None:
         link = self._links.get(target)
@@ -164,14 +166,17 @@ class GlooSender:
             )
         )
         dropped = asyncio.create_task(link.dropped.wait())
+        wanted = False
         try:
             await asyncio.wait({making, dropped}, return_when=asyncio.FIRST_COMPLETED)
+            wanted = not link.dropped.is_set()
         finally:
             dropped.cancel()
-            if not making.done() or link.dropped.is_set():  # it cannot be cancelled: it meets or gives up in its own time
+            if not wanted:
                 self._forsaken.add(making)
                 making.add_done_callback(self._forsake)
-        if link.dropped.is_set():
+                making.cancel()
+        if not wanted:
             return TransportError(f"target {target} was dropped while it linked up")
         try:
             link.communicator = making.result()

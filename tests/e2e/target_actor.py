@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -174,7 +175,7 @@ class TargetActor(Actor):
     def _be_peeked_at(self, listening: socket.socket) -> None:
         while True:
             connection, _ = listening.accept()
-            with connection:
+            with connection, contextlib.suppress(OSError):  # who asked may have lost patience
                 connection.sendall(json.dumps(self.model.versions()).encode())  # type: ignore[operator]
 
     def do_is_peeked_at(self) -> bool:

@@ -37,13 +37,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 def phases(action: str, landing: str) -> list[str]:
     """Where a target is hit, in the order of a push. A signal also hits it before the push begins."""
     if action == "raise":
-        return ["receive", "begin", "finish", *(["rebind"] if landing == "mapped" else [])]
+        return ["begin", "rebind" if landing == "mapped" else "install", "finish"]
     return ["idle", *(f"fence.{step}" for step in FENCE), "receive", "begin", "finish"]
 
 
-async def make(cluster: Any, landing: str, ranks: dict[str, int]) -> tuple[Any, list[Any]]:
+async def make(cluster: Any, landing: str, ranks: dict[str, int], *, via_install: bool = False) -> tuple[Any, list[Any]]:
     """A source of two ranks, and targets: name -> number of ranks."""
-    build = {"model": MODEL, "movable": landing == "mapped"}
+    build = {"model": MODEL, "movable": landing == "mapped", "via_install": via_install}
     source, *targets = await asyncio.gather(
         cluster.source(2, build={"model": MODEL, "layout": "fsdp"}),
         *(cluster.target(name, ranks=count, build=build) for name, count in ranks.items()),
@@ -102,20 +102,20 @@ async def restart(cluster: Any, target: Any, rank: int, landing: str) -> None:
     assert await target.ranks[rank].ended() == -signal.SIGKILL
     target.ranks[rank] = await cluster.worker("target", f"{target.name}-{rank}-again")
     await cluster.build_rank(target, rank, {"model": MODEL, "movable": landing == "mapped"})
-    await look_into_all_ranks(cluster, target)
 
     async def is_ready_and_fenced() -> bool:
         status = await target.leader.call("status")
         return status["ready"] and status["state"] == "FENCED"
 
     await cluster.until(is_ready_and_fenced, f"{target.name} is whole again, and fenced")
+    await look_into_all_ranks(cluster, target)
     assert (await target.leader.call("serve_once"))["version"] is None
 
 
 async def hit(worker: Any, phase: str, action: str) -> None:
     """Let ``action`` befall a worker at ``phase``."""
     if phase != "idle":
-        await worker.call("arm", point=phase, action=action, nth=3 if phase == "receive" else 1)
+        await worker.call("arm", point=phase, action=action, nth=3 if phase in ("receive", "install") else 1)
     elif action == "kill":
         worker.kill()
         await worker.ended()
@@ -137,7 +137,7 @@ async def test_targets_fail(cluster, transport: str, landing: str, action: str, 
     ranks, victim = WHO[who]
     points = phases(action, landing)
     names = {"well": 1} | {f"t{i}": ranks for i in range(len(points))}
-    source, (well, *hurt) = await make(cluster, landing, names)
+    source, (well, *hurt) = await make(cluster, landing, names, via_install=action == "raise" and landing != "mapped")
     await cluster.connect(source, [well, *hurt], transport=transport, landing=landing, **CONFIG)
     await push_well(source, [well, *hurt], 1)
     for target in (well, *hurt):
@@ -158,7 +158,7 @@ async def test_targets_fail(cluster, transport: str, landing: str, action: str, 
         assert lost["message"]
         if action == "raise":
             assert f"injected at {phase}" in lost["message"]
-            assert "LoaderError" in lost["error"] or phase == "receive"
+            assert "LoaderError" in lost["error"]
 
     if action == "kill":
         await asyncio.gather(*(restart(cluster, target, victim, landing) for target in hurt))

@@ -195,7 +195,7 @@ async def test_our_errors_arrive_typed_with_their_text(served, error):
     for call in (client.status(), client.connect(connect_request()), client.order(RankOrder(push_id="p", order="pause"))):
         with pytest.raises(type(error)) as caught:
             await call
-        for line in (error.problems if isinstance(error, PlanError) else str(error).splitlines()):
+        for line in error.problems if isinstance(error, PlanError) else str(error).splitlines():
             assert line in str(caught.value)
 
 
@@ -359,7 +359,15 @@ async def test_a_file_that_is_no_socket_is_left_alone(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "x", "unix:", "unix:relative/path", "tcp://", "tcp://host", "tcp://host:99999", "tcp://h:1/path", "http://h:1",
+        "",
+        "x",
+        "unix:",
+        "unix:relative/path",
+        "tcp://",
+        "tcp://host",
+        "tcp://host:99999",
+        "tcp://h:1/path",
+        "http://h:1",
         "unix:/" + "x" * 200,
     ],
 )

@@ -99,9 +99,7 @@ class Pass:
 class TargetModel(RuleBasedStateMachine):
     fence_class = Fence
 
-    @initialize(
-        world=st.integers(1, 3), mode=st.sampled_from(MODES), start=st.booleans(), other=st.booleans()
-    )
+    @initialize(world=st.integers(1, 3), mode=st.sampled_from(MODES), start=st.booleans(), other=st.booleans())
     def setup(self, world, mode, start, other):
         self.world, self.mode = world, mode
         self.processes = 0

@@ -19,7 +19,9 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def rendezvous():
-    return Rendezvous.host(HOST, timeout_s=20)
+    rendezvous = Rendezvous.host(HOST, timeout_s=20)
+    yield rendezvous
+    rendezvous.close()
 
 
 async def pair(rendezvous, size=2, *, timeout_s=20.0):
