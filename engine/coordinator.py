@@ -245,6 +245,7 @@ class Coordinator:
             plan_digest=plan.digest,
             push_id=self.push_id,
             incarnation=handle.linked_incarnation,
+            source_incarnation=self.incarnation,
             timeout_s=timeout_s,
         )
         reply = await handle.client.prepare(request)

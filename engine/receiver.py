@@ -84,10 +84,17 @@ class Receiver:
         patience_s: float = 10.0,
         half_factory: HalfFactory | None = None,
     ) -> None:
-        _check_place(rank, world_size, leader)
-        _check_knobs(initial_version=initial_version, workers=workers, heartbeat_s=heartbeat_s, patience_s=patience_s)
+        problems = _place_problems(rank, world_size, leader)
+        problems += _knob_problems(
+            initial_version=initial_version, workers=workers, heartbeat_s=heartbeat_s, patience_s=patience_s
+        )
+        try:
+            self._server = ControlServer(self, listen, secret=secret, advertise=advertise)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
         self.gate = Gate(version=initial_version)
-        self._server = ControlServer(self, listen, secret=secret, advertise=advertise)
         self._loader = loader
         self._serving = serving
         self._place = (rank, world_size)
@@ -289,19 +296,21 @@ class Receiver:
         return rank
 
 
-def _check_place(rank: int, world_size: int, leader: str | None) -> None:
+def _place_problems(rank: int, world_size: int, leader: str | None) -> list[str]:
     problems = []
     if world_size < 1 or not 0 <= rank < world_size:
         problems.append(f"rank {rank} of world_size {world_size}: ranks go from 0 to world_size - 1")
     if (rank == 0) != (leader is None):
         problems.append("leader is the control address of rank 0: set it on every other rank, and only there")
-    if problems:
-        raise ConfigError(problems)
     if leader is not None:
-        Address.parse(leader)
+        try:
+            Address.parse(leader)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
 
 
-def _check_knobs(*, initial_version: int | None, workers: int, heartbeat_s: float, patience_s: float) -> None:
+def _knob_problems(*, initial_version: int | None, workers: int, heartbeat_s: float, patience_s: float) -> list[str]:
     problems = []
     if initial_version is not None and initial_version < 0:
         problems.append(f"initial_version is {initial_version}; versions are whole numbers from 0")
@@ -310,5 +319,4 @@ def _check_knobs(*, initial_version: int | None, workers: int, heartbeat_s: floa
     for name, value in (("heartbeat_s", heartbeat_s), ("patience_s", patience_s)):
         if not 0 < value < float("inf"):
             problems.append(f"{name} is {value!r}; it must be a finite number of seconds above 0")
-    if problems:
-        raise ConfigError(problems)
+    return problems

@@ -112,7 +112,9 @@ class Session:
             await self._coordinator.close()
         if self._coordination is not None:
             await self._coordination.close()
-        self._rendezvous = None  # ends the store's thread and sockets
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
 
     # ------------------------------------------------------------------------------------------------------- the steps
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from .address import Address
 from .config import TransferConfig
 from .errors import BusyError, ClosedError, ConfigError
 from .report import PushReport
@@ -71,6 +72,8 @@ class TransferEngine:
         if not problems:
             addresses = [target.address for target in self.targets]
             problems += [f"target {a!r} is listed more than once" for a in sorted(set(addresses)) if addresses.count(a) > 1]
+            for target in self.targets:
+                problems += _target_problems(target, self.config.secret)
         if not self.targets:
             problems.append("targets is empty: there is nothing to push to")
         if problems:
@@ -203,6 +206,16 @@ class TransferEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _target_problems(target: RemoteTarget, secret: str | None) -> Sequence[str]:
+    try:
+        address = Address.parse(target.address)
+    except ConfigError as error:
+        return error.problems
+    if address.is_local or target.secret or secret:
+        return ()
+    return (f"target {target.address!r} is beyond loopback and no secret is set; set the target's or the config's",)
 
 
 class _LoopThread:

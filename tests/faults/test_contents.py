@@ -52,10 +52,12 @@ async def test_every_bucket_size_gives_the_same(start_target, connect, kit, tran
         "q.weight": (6, 5), "k.weight": (2, 5), "v.weight": (2, 5), "w.weight": ((16, 8), FP8), "w.weight_scale_inv": (2, 1),
         "norm": ((7,), torch.bfloat16),
     })  # fmt: skip
-    live = kit.poisoned({
-        "qkv.weight": torch.cat([whole[f"{n}.weight"] for n in "qkv"]),
-        **{n: whole[n] for n in ("w.weight", "w.weight_scale_inv", "norm")},
-    })
+    live = kit.poisoned(
+        {
+            "qkv.weight": torch.cat([whole[f"{n}.weight"] for n in "qkv"]),
+            **{n: whole[n] for n in ("w.weight", "w.weight_scale_inv", "norm")},
+        }
+    )
     expected = {**{n: whole[n] for n in live if n in whole}, "qkv.weight": torch.cat([whole[f"{n}.weight"] for n in "qkv"])}
     layout = {
         "qkv.weight": [
@@ -232,7 +234,14 @@ def kernel_form(parts):
     return {"w13": torch.cat([scaled["w3"], scaled["w1"]]).T, "w2": scaled["w2"]}
 
 
-MLP = {"w1.weight": (6, 4), "w1.scale": (6, 1), "w2.weight": (4, 6), "w2.scale": (4, 1), "w3.weight": (6, 4), "w3.scale": (6, 1)}
+MLP = {
+    "w1.weight": (6, 4),
+    "w1.scale": (6, 1),
+    "w2.weight": (4, 6),
+    "w2.scale": (4, 1),
+    "w3.weight": (6, 4),
+    "w3.scale": (6, 1),
+}
 
 
 async def test_packed_layouts_and_scales_survive_a_second_load(start_target, connect, kit, transport, in_place):

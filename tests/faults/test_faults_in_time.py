@@ -468,9 +468,7 @@ async def test_an_exception_inside_an_update_never_leaves_generation_paused(
         loader.install = lambda landed: (boom(), inner_install(landed))
         if landing != "mapped":
             loader.buffers = lambda: None
-    target = await start_target(
-        loader, serving=serving, initial_version=1, on_commit=boom if point == "on_commit" else None
-    )
+    target = await start_target(loader, serving=serving, initial_version=1, on_commit=boom if point == "on_commit" else None)
     pusher = await connect(whole, [target], transport=transport, landing=landing, **EACH)
     active[0], serving.raises = True, point
     become(whole, 2)

@@ -272,7 +272,7 @@ async def test_problems_of_the_transport_come_with_those_of_the_plan(start_targe
     with pytest.raises(PlanError) as caught:
         await engines({"a": tensors["a"]}, [target], transport="shm").connect()
     assert len(caught.value.problems) == 2
-    assert "'shm' needs source and target on one host" in caught.value.problems[0]
+    assert "'shm' needs source and target on one" in caught.value.problems[0]
     assert "missing in the source, expected by target 0: b" in caught.value.problems[1]
 
 

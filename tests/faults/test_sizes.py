@@ -98,7 +98,9 @@ async def test_sizes_around_the_bucket_limit_stay_under_the_watermark(start_targ
     sizes = [bucket + delta for delta in (-260, -256, -255, -4, 0, 4, 256, 260)] * 2 + [bucket // 2 - 4, bucket // 2, 4] * 2
     random.Random(3).shuffle(sizes)
     whole = kit.stamped({f"t{i}": (size // 4,) for i, size in enumerate(sizes)})
-    for number, (watermark, landing) in enumerate([(bucket * 2, "streamed"), (bucket + 512, "streamed"), (bucket * 2, "staged")]):
+    for number, (watermark, landing) in enumerate(
+        [(bucket * 2, "streamed"), (bucket + 512, "streamed"), (bucket * 2, "staged")]
+    ):
         model = kit.Bag(kit.poisoned(whole))
         target = await start_target(model)
         settings = {"transport": transport, "landing": landing, "max_tmp_bytes": watermark, "bucket_bytes": bucket}
