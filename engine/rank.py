@@ -227,7 +227,9 @@ class Rank:
             return update.ready
         link = await self._usable_link(request)
         digest = request.digests.get(str(self.rank), "")
-        answer = self.fence.prepare(request.push_id, request.version, link.landing, digest=digest)
+        answer = self.fence.prepare(
+            request.push_id, request.version, link.landing, incarnation=request.incarnation, digest=digest
+        )
         if answer == "already":
             return self._prepare_reply("already")
         assert request.version is not None

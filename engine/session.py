@@ -27,6 +27,7 @@ from syncline.stages.communicator import Rendezvous
 from .config import TransferConfig
 from .coordination import LOST, Coordination, attempt_of
 from .coordinator import Coordinator
+from .devices import device_problems
 from .errors import (
     ClosedError,
     ControlError,
@@ -387,7 +388,7 @@ def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest],
     sources = Manifest.all_from_bytes(manifests.sources)
     targets = [Manifest.all_from_bytes(ranks) for ranks in manifests.targets]
     kinds: dict[int, str] = {}
-    problems: list[str] = []
+    problems = device_problems(sources, targets)
     try:
         kinds = transport_kinds(sources, targets, config)
     except PlanError as error:

@@ -55,6 +55,7 @@ class ShardSource:
         self.whole, self.held = whole, held
         self.aliases = aliases or {}
         self.host = host or host_id()
+        self.devices = {}
         self._cache = None
 
     def manifest(self):
@@ -70,7 +71,8 @@ class ShardSource:
                         dtype=dtype_name(local),
                     )  # fmt: skip
                     pieces.append(piece)
-                    buffers.append(Buffer(name=f"{name}@{box.start}", nbytes=extent * local.element_size()))
+                    nbytes = extent * local.element_size()
+                    buffers.append(Buffer(name=f"{name}@{box.start}", nbytes=nbytes, device=self.devices.get(name, "cpu")))
                     self.locals.append(local)
             self._cache = Manifest(
                 rank=self.rank, world_size=self.world_size, host=self.host, tensors=tensors, pieces=pieces, buffers=buffers,

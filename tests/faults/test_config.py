@@ -96,8 +96,8 @@ def test_an_engine_names_all_wrong_targets_at_once():
 def test_a_receiver_names_all_that_is_wrong_at_once():
     with pytest.raises(ConfigError) as caught:
         Receiver(
-            ModuleLoader(nn.Identity()), "tcp://0.0.0.0:0", rank=3, world_size=2, leader="nowhere", initial_version=-1, workers=0,
-            heartbeat_s=0.0, patience_s=float("nan"),
+            ModuleLoader(nn.Identity()), "tcp://0.0.0.0:0", rank=3, world_size=2, leader="nowhere", initial_version=-1,
+            workers=0, heartbeat_s=0.0, patience_s=float("nan"),
         )  # fmt: skip
     text = "\n".join(caught.value.problems)
     words = ("world_size 2", "'nowhere'", "initial_version", "workers", "heartbeat_s", "patience_s", "secret is not set")

@@ -88,8 +88,9 @@ async def test_every_bucket_size_gives_the_same(start_target, connect, kit, tran
 
 HEAD, HIDDEN, INNER = 2, 6, 8
 CANONICAL = {
-    "q.weight": (8 * HEAD, HIDDEN), "k.weight": (2 * HEAD, HIDDEN), "v.weight": (2 * HEAD, HIDDEN), "o.weight": (HIDDEN, 8 * HEAD),
-    "gate.weight": (INNER, HIDDEN), "up.weight": (INNER, HIDDEN), "down.weight": (HIDDEN, INNER), "norm.weight": (HIDDEN,),
+    "q.weight": (8 * HEAD, HIDDEN), "k.weight": (2 * HEAD, HIDDEN), "v.weight": (2 * HEAD, HIDDEN),
+    "o.weight": (HIDDEN, 8 * HEAD), "gate.weight": (INNER, HIDDEN), "up.weight": (INNER, HIDDEN),
+    "down.weight": (HIDDEN, INNER), "norm.weight": (HIDDEN,),
 }  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def tensor_parallel_layout(rank, world):
 
 
 def rows_in_one_run(name, rank, world):
-    """The wrong interleave that fits every shape: slices of the whole ``[a; b; …]`` instead of ``[slice of a; slice of b; …]``."""
+    """The wrong interleave that fits every shape: slices of ``[a; b; …]`` instead of ``[slice of a; slice of b; …]``."""
     boxes, at = [], 0
     for part in name:
         size = CANONICAL[part][0]
@@ -253,7 +254,7 @@ async def test_packed_layouts_and_scales_survive_a_second_load(start_target, con
     pusher = await connect(whole, [target], transport=transport, landing=in_place, bucket_bytes=64)
     for version in (1, 2, 3):
         for tensor in whole.values():
-            tensor += version
+            tensor.add_(version)
         loader.log = []
         report = await pusher.push_well(version)
         assert report.tasks >= len(MLP)
@@ -273,7 +274,7 @@ async def test_swapped_halves_are_right_after_the_second_update_too(start_target
     pusher = await connect(whole, [target], transport=transport, landing=landing, bucket_bytes=100)
     for version in (1, 2):
         for tensor in whole.values():
-            tensor += 1000
+            tensor.add_(1000)
         await pusher.push_well(version)
         assert kit.differing(model, {"w31": torch.cat([whole["w3"], whole["w1"]]), "w2": whole["w2"]}) == []
 
@@ -379,7 +380,7 @@ async def test_quantizing_on_the_way_is_refused_by_name(start_target, engines, h
 @pytest.mark.parametrize(
     ("here", "there"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float64, torch.float16)]
 )
-async def test_content_is_cast_to_the_targets_type(start_target, connect, kit, transport, landing, here, there):
+async def test_content_is_cast_to_the_targets_type(start_target, connect, kit, *, transport, landing, here, there):
     torch.manual_seed(1)
     whole = {"w": (torch.randn(33, 5) * 3).to(here), "step": torch.tensor(5)}
     model = kit.Bag(kit.poisoned({"w": whole["w"].to(there), "step": whole["step"]}))
@@ -414,7 +415,7 @@ async def test_fewer_bytes_than_announced_end_in_an_error_and_never_hang(start_t
     pusher = await connect(whole, [target], transport="gloo", landing=landing, bucket_bytes=256, push_timeout_s=8.0)
     await pusher.push_well(1)
     for tensor in whole.values():
-        tensor += 1000
+        tensor.add_(1000)
     send = GlooSender.send
 
     def short(self, task, bucket, receivers):
@@ -472,8 +473,8 @@ async def test_strided_views_on_both_sides(start_target, connect, kit, transport
 
 MIXED = {
     "a": ((3,), torch.bool), "b": ((5,), torch.int64), "c": ((), torch.bfloat16), "d": ((7, 3), torch.float32),
-    "e": ((1,), torch.uint8), "f": ((2, 2), torch.float64), "g": ((9,), FP8), "h": ((), torch.int64), "i": ((3,), torch.float16),
-    "j": ((4,), torch.int32), "k": ((1,), torch.int8),
+    "e": ((1,), torch.uint8), "f": ((2, 2), torch.float64), "g": ((9,), FP8), "h": ((), torch.int64),
+    "i": ((3,), torch.float16), "j": ((4,), torch.int32), "k": ((1,), torch.int8),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
@@ -241,7 +242,8 @@ def crooked(kit):
     second = {**first, "count": torch.zeros(4), "fp8": torch.zeros(4, 2), "frozen2": torch.zeros(9)}
     words = [
         "hole: no source rank holds the box start (2, 0) shape (1, 2)", "rename 'old' to 'new'", "spare",
-        "shape: the source has", "frozen", "frozen2", "count: the source has int32, target 1 expects float32", "fp8: the source has float8_e4m3fn",
+        "shape: the source has", "frozen", "frozen2", "count: the source has int32, target 1 expects float32",
+        "fp8: the source has float8_e4m3fn",
     ]  # fmt: skip
     return sources, [kit.Bag(kit.poisoned(first)), kit.Bag(kit.poisoned(second))], words
 
@@ -297,3 +299,53 @@ async def test_problems_of_all_source_ranks_come_together(start_target, engines,
         assert sorted(result.problems) == [
             "source rank 0, 2: shared is a FakeTensor", "source rank 0: layer.0 is packed", "source rank 2: layer.2 is packed",
         ]  # fmt: skip
+
+
+# device
+
+
+class Manifested(ModuleLoader):
+    """Says of its buffers that they lie on another device."""
+
+    def __init__(self, model, device):
+        super().__init__(model)
+        self.device = device
+
+    def manifest(self, *, rank, world_size, host):
+        known = super().manifest(rank=rank, world_size=world_size, host=host)
+        buffers = tuple(dataclasses.replace(buffer, device=self.device) for buffer in known.buffers)
+        return type(known)(
+            rank=rank,
+            world_size=world_size,
+            host=host,
+            tensors=tuple(known.tensors),
+            pieces=tuple(known.pieces),
+            buffers=buffers,
+        )
+
+
+async def test_tensors_on_a_device_that_no_stage_reaches_are_refused_by_name(start_target, engines, kit, calls):
+    """With everything else that is wrong, and not only when the first of them is touched."""
+    whole = kit.stamped({"a": (4, 2), "b": (4,), "c": (4,)})
+    model = kit.Bag(kit.poisoned({**whole, "missing": whole["b"]}))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    sources = kit.row_shards(whole, 2)
+    sources[1].devices = {"a": "cuda:1", "b": "cuda:1"}
+    target = await start_target(Manifested(model, "cuda:0"))
+    pusher = engines(sources, [target])
+    results = await asyncio.gather(*(engine.connect() for engine in pusher.engines), return_exceptions=True)
+    assert [type(result) for result in results] == [PlanError, PlanError]
+    text = str(results[0])
+    assert "source rank 1 holds a, b on cuda:1; this version moves weights in CPU memory only" in text
+    assert "target 0 rank 0 holds a, b, c, missing on cuda:0" in text
+    assert "missing in the source" in text
+    await untouched(target, model, before, kit, calls)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+async def test_the_meta_device_has_no_content(start_target, engines, kit, side):
+    whole = kit.stamped({"a": (4, 2), "b": (4,)})
+    meta = {name: tensor.to("meta") for name, tensor in whole.items()}
+    target = await start_target(kit.Bag(meta if side == "target" else kit.poisoned(whole)))
+    with pytest.raises(PlanError, match="a, b is on the meta device, where it has no content"):
+        await engines(meta if side == "source" else whole, [target]).connect()
