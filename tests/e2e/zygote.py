@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
+import importlib
 import json
 import os
 import signal
@@ -26,16 +28,27 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+PRELOADED = (
+    "source_actor",
+    "target_actor",
+    "torch._dynamo",  # by fully_shard, late
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+
+
 def preload() -> None:
     """Import what workers need."""
-    import source_actor
-    import target_actor
+    for name in PRELOADED:
+        importlib.import_module(name)
     import torch
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
 
-    assert source_actor, target_actor
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # workers share these pages for longer
 
 
 def work(role: str, log: str, control: socket.socket) -> None:

@@ -492,6 +492,29 @@ async def test_an_exception_inside_an_update_never_leaves_generation_paused(
     assert await target.served() == 3
 
 
+@pytest.mark.parametrize("landing", ["staged", "streamed"])
+async def test_without_the_cleanup_generation_stays_paused(start_target, connect, kit, monkeypatch, landing):
+    """So that the test above is known to be able to fail."""
+    whole = kit.stamped(SHAPES)
+    model = kit.Bag({name: torch.full_like(t, 1.0) for name, t in whole.items()})
+
+    def boom(version):
+        raise RuntimeError("by the test")
+
+    target = await start_target(ModuleLoader(model, on_update=boom), initial_version=1)
+    pusher = await connect(whole, [target], landing=landing, **EACH)
+    with monkeypatch.context() as patch:
+
+        async def nothing(self):
+            return None
+
+        patch.setattr(Rank, "_align", nothing)
+        report = await pusher.push(2)
+        assert not report.ok
+        with pytest.raises(TimeoutError):
+            await kit.until(lambda: target.leader.gate._mode in ("open", "fenced"), patience_s=0.5)
+
+
 SOURCE_POINTS = ["manifest", "buffers", "digest"]
 
 
