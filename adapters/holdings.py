@@ -7,6 +7,7 @@ whether the module still holds the same memory, so that a push need not look at 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -164,6 +165,21 @@ class Holdings:
                     self.owners[buffer].append(entry.tensor)
                 continue
             first[identity] = entry.name, self._add(entry, boxes[entry.name], catalog, files)
+        if self._target:
+            self._refuse_shared_memory()
+
+    def _refuse_shared_memory(self) -> None:
+        """Two targets that overlap without being one and the same would overwrite each other."""
+        ranges = [
+            (local.data_ptr(), local.data_ptr() + buffer.nbytes, buffer.name)
+            for local, buffer in zip(self.locals, self.buffers, strict=True)
+            if buffer.nbytes and not buffer.padding and local.device.type == "cpu"
+        ]
+        for (_, end, name), (start, _, other) in itertools.pairwise(sorted(ranges)):
+            if start < end:
+                self._problems.append(
+                    f"{name} and {other} share part of their memory: loading one overwrites the other; clone one"
+                )
 
     def _alias(self, names: Sequence[NamedBox], of: Sequence[NamedBox]) -> None:
         for alias, primary in zip(names, of, strict=False):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"syncline {command.name}: {type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
         return _fail(f"syncline {command.name}: stopped", 130)
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _lacks(command: Command, names: Sequence[str]) -> int:

@@ -14,13 +14,15 @@ Transport = Literal["auto", "shm", "gloo"]
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
+_MOST_WORKERS = 256
+
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def parse_size(value: int | str) -> int:
     """Bytes of ``64 * 2**20``, ``"64MiB"``, ``"1.5 GB"``. Raises `ValueError` for anything else."""
-    if isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a size")
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{value!r} is not a size; write bytes as a whole number, or text such as '64MiB'")
     if isinstance(value, int):
         return value
     match = _SIZE.fullmatch(value)
@@ -42,7 +44,8 @@ class TransferConfig:
         landing: ``staged`` (spare memory, copied into the live parameters at commit; a failed push leaves the old version
             serving), ``streamed`` (no spare memory; fenced from the first byte until commit), ``mapped`` (parameters are
             pointed at shared memory at commit; needs shared memory and a loader that says its parameters may move).
-        verify: digests over every landed byte, compared before a target votes.
+        verify: digests over every landed byte, compared before a target votes. Without them a version that is pushed again
+            is taken for the same content.
         push_timeout_s: deadline of a push, in seconds.
         connect_timeout_s: deadline of `connect` and of every single control call, in seconds.
         target_timeout_s: a target that makes no progress for so long while it is waited for is lost; the others go on.
@@ -77,29 +80,42 @@ class TransferConfig:
     def __post_init__(self) -> None:
         problems: list[str] = []
         self._check_sizes(problems)
+        self._check_numbers(problems)
+        self._check_choices(problems)
+        self._check_reach(problems)
+        if problems:
+            raise ConfigError(problems)
+
+    def _check_numbers(self, problems: list[str]) -> None:
         for name in ("h2d_concurrency", "prepare_concurrency", "send_concurrency", "workers"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{name} is {value!r}; it must be a whole number of at least 1")
+            elif name == "workers" and value > _MOST_WORKERS:
+                problems.append(f"workers is {value}; more than {_MOST_WORKERS} threads only wait for each other")
         for name in ("push_timeout_s", "connect_timeout_s", "target_timeout_s", "poll_interval_s"):
             value = getattr(self, name)
             if name == "target_timeout_s" and value is None:
                 continue
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
                 problems.append(f"{name} is {value!r}; it must be a finite number of seconds above 0")
+
+    def _check_choices(self, problems: list[str]) -> None:
         for name, kind in (("landing", Landing), ("transport", Transport), ("in_flight", InFlight)):
             value = getattr(self, name)
             if value not in get_args(kind):
                 problems.append(f"{name} is {value!r}; choose one of {', '.join(get_args(kind))}")
         if self.landing == "mapped" and self.transport == "gloo":
             problems.append("landing 'mapped' needs shared memory; transport 'gloo' has none (choose 'auto' or 'shm')")
-        if self.bind_host not in LOOPBACK and not self.secret:
-            problems.append(f"bind_host {self.bind_host!r} is beyond loopback and secret is not set; set one on both sides")
         for name in ("verify", "trace"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        if problems:
-            raise ConfigError(problems)
+
+    def _check_reach(self, problems: list[str]) -> None:
+        if self.bind_host not in LOOPBACK and not self.secret:
+            problems.append(f"bind_host {self.bind_host!r} is beyond loopback and secret is not set; set one on both sides")
+        if not (self.secret is None or (isinstance(self.secret, str) and self.secret)):
+            problems.append(f"secret is a {type(self.secret).__name__} of no use; it must be text that is not empty, or None")
 
     def _check_sizes(self, problems: list[str]) -> None:
         sizes: dict[str, int] = {}

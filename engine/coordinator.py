@@ -21,7 +21,6 @@ from .config import TransferConfig
 from .errors import (
     PlanError,
     ProtocolError,
-    PushTimeout,
     SynclineError,
     TargetLost,
     TargetUnreachable,
@@ -372,10 +371,12 @@ class Coordinator:
             error = call.exception()
             if error is None:
                 return call.result()
-            return error if isinstance(error, SynclineError) else TargetLost(f"target {handle.address}: {error!r}")
+            if isinstance(error, SynclineError) and not isinstance(error, TargetUnreachable):
+                return error
+            return TargetLost(f"target {handle.address} is lost: {error}")
         if loss.done():
             return handle.lost_error()
-        return PushTimeout(f"target {handle.address} gave no answer within {timeout_s:.3g} s")
+        return TargetLost(f"target {handle.address} is lost: it gave no answer within {timeout_s:.3g} s")
 
     async def close(self) -> None:
         await asyncio.gather(*(handle.close() for handle in self.handles))

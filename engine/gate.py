@@ -47,6 +47,14 @@ class ForwardPass:
         self._gate.leave()
 
 
+def _on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 class Gate:
     """Readers-writer gate of one rank; implements `syncline.engine.loader.Serving`. Every method may be called from any thread.
 
@@ -86,8 +94,11 @@ class Gate:
         return ForwardPass(self, timeout_s)
 
     def enter(self, timeout_s: float | None = None) -> int:
-        """Begin a forward pass from a thread; `leave` ends it."""
+        """Begin a forward pass from a thread; `leave` ends it. On an event loop it never waits: see `enter_async`."""
         with self._changed:
+            if self._mode == "paused" and _on_a_loop():
+                # Waiting here would stop the very loop that has to carry the commit out.
+                raise NotServing("a commit is under way, and this is an event loop: use 'async with gate.forward()' on it")
             if not self._changed.wait_for(lambda: self._mode != "paused", timeout_s):
                 raise NotServing(self._too_long(timeout_s))
             return self._admit()

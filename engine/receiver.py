@@ -95,6 +95,8 @@ class Receiver:
         if problems:
             raise ConfigError(problems)
         self.gate = Gate(version=initial_version)
+        if not isinstance(loader, Loader):
+            raise ConfigError([f"loader is a {type(loader).__name__}; wrap it: ModuleLoader(model)"])
         self._loader = loader
         self._serving = serving
         self._place = (rank, world_size)

@@ -76,6 +76,8 @@ class TransferEngine:
                 problems += _target_problems(target, self.config.secret)
         if not self.targets:
             problems.append("targets is empty: there is nothing to push to")
+        if not isinstance(self.source, Source):
+            problems.append(f"source is a {type(self.source).__name__}; wrap it: ModuleSource(model) or FSDPSource(model)")
         if problems:
             raise ConfigError(problems)
 
@@ -229,6 +231,8 @@ class _LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -241,8 +245,6 @@ class _LoopThread:
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.loop.close()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

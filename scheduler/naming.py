@@ -59,12 +59,13 @@ def resolve(sides: Sides, scope: Scope, problems: Problems) -> Canonical:
     table = _SourceTensors(sides, roots, scope, problems)
     lost: dict[str, tuple[Index, str]] = {}
     found = [_match(holder, table, scope, lost, problems) for holder in sides.receiving]
-    wanted = np.zeros(len(table.names), bool)
-    for index, _ in found:
+    wanted, asked_for = np.zeros(len(table.names), bool), np.zeros(len(table.names), bool)
+    for index, _, named in found:
         wanted[index[index >= 0]] = True
-    extra = _unwanted(sides, table, wanted)
-    _report_leftovers(table, lost, extra, shared=bool(wanted.any()), problems=problems)
-    target_index = [index for index, _ in found]
+        asked_for[named[named >= 0]] = True
+    extra = _unwanted(sides, table, asked_for)
+    _report_leftovers(table, lost, extra, shared=bool(asked_for.any()), problems=problems)
+    target_index = [index for index, _, _ in found]
     _check_companions(sides, table, target_index, problems)
     return Canonical(
         names=tuple(table.names),
@@ -73,7 +74,7 @@ def resolve(sides: Sides, scope: Scope, problems: Problems) -> Canonical:
         group=table.group,
         source_index=tuple(np.where((i >= 0) & wanted[i], i, -1) if len(i) else i for i in table.index),
         target_index=tuple(target_index),
-        skipped=tuple(skipped for _, skipped in found),
+        skipped=tuple(skipped for _, skipped, _ in found),
     )
 
 
@@ -146,8 +147,10 @@ class _SourceTensors:
 
 def _match(
     holder: Holder, table: _SourceTensors, scope: Scope, lost: dict[str, tuple[Index, str]], problems: Problems
-) -> tuple[Ints, tuple[str, ...]]:
-    """Canonical tensor of each tensor of a target layout, or -1; and the names that the scope leaves out."""
+) -> tuple[Ints, tuple[str, ...], Ints]:
+    """Canonical tensor of each tensor of a target layout, or -1; the names that the scope leaves out; and the same by name
+    alone, whatever the shapes.
+    """
     tensors = holder.layout.tensors
     names = tensors.names
     index = [table.place.get(table.roots(name), -1) for name in names]
@@ -162,7 +165,8 @@ def _match(
         index[i] = ties.get(name, index[i])
         if index[i] < 0 and name not in holder.layout.optional:
             lost.setdefault(name, (tensors[i].shape, holder.side))
-    return _same_shapes(holder, table, ints(index), problems), tuple(skipped)
+    named = ints(index)
+    return _same_shapes(holder, table, named.copy(), problems), tuple(skipped), named
 
 
 def _same_shapes(holder: Holder, table: _SourceTensors, index: Ints, problems: Problems) -> Ints:

@@ -13,6 +13,7 @@ Facts about gloo that shape this module (torch 2.11 to 2.13):
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import secrets
 import threading
@@ -34,6 +35,7 @@ __all__ = ["Communicator", "Rendezvous", "unique_name"]
 
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
+_CUT_AGAIN_S = 0.05
 
 
 def unique_name(what: str) -> str:
@@ -78,6 +80,8 @@ class Communicator:
         self._waiter = threading.Thread(target=self._wait, name="syncline-gloo-wait", daemon=True)
         self._poster.start()
         self._waiter.start()
+        # A daemon thread that is still inside gloo when the interpreter ends takes the process down with it.
+        atexit.register(self._tear_down)
 
     @classmethod
     async def create(
@@ -195,12 +199,15 @@ class Communicator:
                     self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
 
     def _tear_down(self) -> None:
-        self._cut_all()
+        self._broken.set()
         self._to_post.put(None)
-        self._poster.join()
-        self._waiter.join()
+        while self._group is not None and (self._poster.is_alive() or self._waiter.is_alive()):
+            self._cut_all()  # again and again: an operation may be posted just after a cut
+            self._poster.join(_CUT_AGAIN_S)
+            self._waiter.join(_CUT_AGAIN_S)
         self._group = None
         self._rendezvous = None
+        atexit.unregister(self._tear_down)
 
 
 def _options(bind_host: str, timeout_s: float) -> Any:

@@ -311,7 +311,7 @@ def test_what_cannot_be_split_under_the_watermark_is_named_with_its_need_and_the
     )
     assert "big: the smallest part takes 65536 temporary bytes on source rank 0" in text
     assert "above the watermark max_tmp_bytes of 4096" in text
-    assert "leaf_bytes (65536)" in text
+    assert "below leaf_bytes, 65536" in text
     assert "tiny" not in text
     assert count(text) == 1
 
