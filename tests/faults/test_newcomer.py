@@ -17,7 +17,7 @@ from syncline.engine.errors import ConfigError, LoaderError, NotServing, PlanErr
 from syncline.engine.gate import Gate
 
 EXIT_WITH_WORK_UNDER_WAY = """
-import asyncio, torch
+import asyncio, threading, torch
 from syncline.stages.communicator import Communicator
 from syncline.stages.rendezvous import Rendezvous
 
@@ -25,11 +25,16 @@ async def main():
     meeting = Rendezvous.host("127.0.0.1", timeout_s=20)
     make = lambda rank: Communicator.create(meeting, name="g", rank=rank, size=2, bind_host="127.0.0.1", timeout_s=20)
     one, two = await asyncio.gather(make(0), make(1))
-    one.set_deadline(30)
+    one.set_deadline(0.5)  # gloo's wait ends while the interpreter does
     one.recv(torch.empty(8, dtype=torch.uint8), 1, 7)
     one.send(torch.empty(2**20, dtype=torch.uint8), 1, 8)
     globals()["kept"] = (meeting, one, two)
 
+class SlowToGo:
+    def __del__(self, wait=threading.Event().wait):
+        wait(1.5)
+
+slow = SlowToGo()
 asyncio.run(main())
 print("done")
 """
