@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
+from pathlib import Path
 
 from syncline.scheduler.options import PlanOptions
 from syncline.scheduler.plan import build_plan
 
 from .models import kimi_k2_manifests
+
+
+def _peak_rss_bytes() -> int:
+    """The kernel's high-water mark of this program's memory. (``ru_maxrss`` would count the parent's, from before exec.)"""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def main() -> None:
@@ -19,7 +27,7 @@ def main() -> None:
     began = time.process_time()
     plan = build_plan(fleet.sources, fleet.targets, PlanOptions(bucket_bytes=2**28, max_tmp_bytes=2**31))
     seconds = time.process_time() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _peak_rss_bytes()
     result = {
         "seconds": seconds,
         "peak_rss_bytes": peak,

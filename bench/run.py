@@ -40,8 +40,8 @@ class RunArgs:
     tensors: int = 40
     nbytes: int = 409_600_000
     """Bytes of each push, float32, in ``tensors`` tensors."""
-    max_tmp_bytes: str = "64MiB"
-    bucket_bytes: str = "4MiB"
+    max_tmp_bytes: str = "256MiB"
+    bucket_bytes: str = "32MiB"
     out: Path | None = None
     """Also append the rows to this file."""
 

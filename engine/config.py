@@ -39,7 +39,7 @@ class TransferConfig:
         max_tmp_bytes: watermark: the most temporary bytes that all tasks in flight hold on one source rank. Bytes, or text
             such as ``"2GiB"``.
         bucket_bytes: a bucket is closed when the next tensor would take it beyond this; a larger tensor is split. None
-            takes a quarter of the watermark, at most 16 MiB.
+            takes a quarter of the watermark, at most 32 MiB.
         h2d_concurrency, prepare_concurrency, send_concurrency: tasks that may be in a stage at once.
         landing: ``staged`` (spare memory, copied into the live parameters at commit; a failed push leaves the old version
             serving), ``streamed`` (no spare memory; fenced from the first byte until commit), ``mapped`` (parameters are
@@ -145,7 +145,7 @@ class TransferConfig:
     def bucket(self) -> int:
         """`bucket_bytes` in bytes, with its default resolved."""
         if self.bucket_bytes is None:
-            return max(1, min(self.watermark // 4, 16 * 2**20))
+            return max(1, min(self.watermark // 4, 32 * 2**20))
         return parse_size(self.bucket_bytes)
 
     @property

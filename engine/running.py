@@ -60,6 +60,7 @@ class PushRun:
         self._free_s = 0.0
         self._finish: Callable[[bytes], Awaitable[bytes]] | None = None
         self._decision = b""
+        self._deciding = False
 
     async def run(
         self, deadline_s: float, on_source_free: Callable[[], None], finish: Callable[[bytes], Awaitable[bytes]]
@@ -120,6 +121,7 @@ class PushRun:
 
     async def _collect_votes(self) -> None:
         assert self._finish is not None
+        self._deciding = True
         self._decision = await self._finish(self._done(self._wiring.driver.snapshot()))
 
     def drop(self, target: int, at_task: int, reason: str) -> None:
@@ -128,6 +130,8 @@ class PushRun:
             return
         self.lost[target] = reason
         self._wiring.drop_targets([target])
+        if self._deciding:
+            return  # every send has ended; rank 0 hears of the loss with the votes, and a second decision is not to be had
         driver = self._wiring.driver
         driver.post(TargetLost(now=driver.clock(), target=target, at_task=at_task, reason=reason))
 

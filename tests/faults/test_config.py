@@ -71,7 +71,7 @@ def test_every_knob_is_in_the_table():
 
 def test_good_values_are_taken():
     config = TransferConfig(max_tmp_bytes="1.5 GB", bucket_bytes=None, bind_host="10.0.0.1", secret="s", target_timeout_s=None)
-    assert (config.watermark, config.bucket) == (1_500_000_000, 16 * 2**20)
+    assert (config.watermark, config.bucket) == (1_500_000_000, 32 * 2**20)
     assert config.target_timeout == config.push_timeout_s / 4
     assert TransferConfig(max_tmp_bytes=1).bucket == 1
 
