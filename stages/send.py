@@ -71,10 +71,6 @@ class SendStage:
             sending.follow(receiver, completion)
         return sending.completion
 
-    def waiting_since(self) -> dict[ReceiverId, float]:
-        """Receivers that a send waits for -> when they last took anything, or the wait began (`time.monotonic`)."""
-        return {receiver: self._progress[receiver] for receiver, count in self._waits.items() if count}
-
     def head(self) -> tuple[int, dict[ReceiverId, float]] | None:
         """The first task of this rank that has not gone to all its receivers, and which of them it waits for, since when.
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import json
@@ -73,7 +74,7 @@ class Points:
             if self.hits[point] != at:
                 return
             del self._armed[point]
-        print(f"armed point {point!r}: {action}", flush=True)
+        print(f"armed point {point!r}: {action}; it holds {held_paths()}", flush=True)
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "stop":
@@ -153,10 +154,19 @@ def described(error: BaseException) -> dict[str, Any]:
     return {"kinds": kinds, "message": str(error), "traceback": "".join(traceback.format_exception(error))}
 
 
+def held_paths() -> list[str]:
+    """Files and directories in shared memory that this process has open: who is killed cannot remove them."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(str(entry.readlink()))
+    return [link for link in links if link.startswith("/dev/shm/")]
+
+
 def vitals() -> dict[str, int]:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     maps = Path("/proc/self/maps").read_text().splitlines()
-    shared = [line for line in maps if "/dev/shm/" in line]
+    shared = [line for line in maps if "/memfd:syncline" in line or "/dev/shm/" in line]
     return {
         "rss": int(status["VmRSS"].split()[0]) * 1024,
         "peak": int(status["VmHWM"].split()[0]) * 1024,

@@ -339,7 +339,7 @@ class Cluster:
     def note_shared_memory(self) -> None:
         """Remember which directories of shared memory the workers use."""
         for worker in self.workers:
-            self.shared_memory |= shared_memory_of(worker.pid)
+            self.shared_memory |= shared_memory_of(worker)
 
     def leftovers(self) -> list[str]:
         """Directories of shared memory that the workers used and that are still there."""
@@ -355,16 +355,17 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def shared_memory_of(pid: int) -> set[str]:
-    """Directories ``/dev/shm/syncline-…`` in which a process has something mapped or open."""
+def shared_memory_of(worker: Worker) -> set[str]:
+    """Directories ``/dev/shm/syncline-…`` in which a worker has something mapped or open, or had when it was killed."""
     texts: list[str] = []
+    for file in (Path(f"/proc/{worker.pid}/maps"), worker.log):
+        with contextlib.suppress(OSError):
+            texts.append(file.read_text(errors="replace"))
     with contextlib.suppress(OSError):
-        texts.append(Path(f"/proc/{pid}/maps").read_text())
-    with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
+        for entry in Path(f"/proc/{worker.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 texts.append(str(entry.readlink()))
-    return {found for text in texts for found in re.findall(rf"{SHM}/syncline-[^/\s]+", text)}
+    return {found for text in texts for found in re.findall(rf"{SHM}/syncline-\w+", text)}
 
 
 def processes_of(sessions: set[int]) -> list[int]:

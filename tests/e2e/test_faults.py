@@ -85,6 +85,15 @@ async def settled(cluster: Any, target: Any) -> None:
     await cluster.until(at_rest, f"all ranks of {target.name} are at rest", PUSH_TIMEOUT_S + MARGIN_S)
 
 
+async def whole(cluster: Any, target: Any) -> None:
+    """All ranks of the target have found each other (again)."""
+
+    async def is_ready() -> bool:
+        return (await target.leader.call("status"))["ready"]
+
+    await cluster.until(is_ready, f"{target.name} is whole")
+
+
 async def serves_one_version_or_none(target: Any, versions: set[int]) -> None:
     served = await target.leader.call("serve_once")
     if served["version"] is not None:
@@ -166,6 +175,7 @@ async def test_targets_fail(cluster, transport: str, landing: str, action: str, 
         for target in hurt:
             target.ranks[victim].send(signal.SIGCONT)
     for target, phase in zip(hurt, points, strict=True):
+        await whole(cluster, target)
         if phase != "idle":  # the order to prepare may have reached it: then it waits until the deadline, or the next push
             await settled(cluster, target)
         await serves_one_version_or_none(target, {1, 2})
@@ -265,3 +275,23 @@ async def test_a_source_rank_stops(cluster, transport: str, landing: str, victim
         await world.end()
 
     await asyncio.gather(*(one(number, phase) for number, phase in enumerate(["idle", *SOURCE_PHASES])))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_source_rank_dies_while_it_connects(cluster, victim: int) -> None:
+    """The other ranks hear of it; the next source finds everything as if that one had never been."""
+    build = {"model": MODEL}
+    targets = list(await asyncio.gather(cluster.target("a", build=build), cluster.target("b", build=build, ranks=2)))
+    for step in ["enter", "manifests", "planned", "offer", "linked"]:
+        source = await cluster.source(2, build={"model": MODEL, "layout": "fsdp"})
+        await source.ranks[victim].call("arm", point=f"step:{step}", action="kill")
+        addresses = [target.address for target in targets]
+        await source.all("engine", addresses=addresses, config=CONFIG)
+        other = (await source.each("connect"))[1 - victim]
+        assert "SourceRankLost" in other.kinds, other
+        assert (await targets[0].state())["state"] == "FENCED"
+        await source.ranks[1 - victim].call("close")
+    source = await cluster.source(2, build={"model": MODEL, "layout": "fsdp"})
+    await cluster.connect(source, targets, **CONFIG)
+    await push_well(source, targets, 1)
+    await source.all("close")

@@ -54,7 +54,7 @@ async def test_a_model_larger_than_the_watermark(cluster, smollm2, transport: st
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_watermark_that_is_too_high_is_seen(cluster, smollm2) -> None:
-    """The control of the measure itself: the same push, with room for whole tensors, must exceed what is allowed above."""
+    """Control: with room for whole tensors, the same push must exceed what is allowed above. Its room is made at connect."""
     source, target = await asyncio.gather(
         cluster.source(2, build={"model": {"kind": "folder", "folder": str(smollm2.real)}, "layout": "fsdp"}),
         cluster.target("a", build={"model": {"kind": "folder", "folder": str(smollm2.random)}}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import pytest
@@ -227,15 +228,48 @@ async def sending():
 async def test_a_send_is_done_when_every_receiver_is(sending):
     stage, sender, errors = sending
     completion = stage.start(0)
-    assert set(stage.waiting_since()) == {A, B}
     sender.sent[0, A].set()
     assert not completion.done
-    assert set(stage.waiting_since()) == {B}
     sender.sent[0, B].set()
     await completion
     assert stage.sent_bytes == 200
-    assert stage.waiting_since() == {}
     assert errors == []
+
+
+def head_of(stage):
+    head = stage.head()
+    return None if head is None else (head[0], set(head[1]))
+
+
+async def test_the_head_is_the_first_task_in_plan_order_that_has_not_gone_out(sending):
+    stage, sender, _ = sending
+    assert head_of(stage) == (0, set())  # nobody is waited for: it is not being sent yet
+    later = stage.start(1)
+    assert head_of(stage) == (0, set())
+    stage.start(0)
+    assert head_of(stage) == (0, {A, B})
+    sender.sent[1, A].set()
+    sender.sent[1, B].set()
+    await later
+    sender.sent[0, A].set()
+    assert head_of(stage) == (0, {B})
+    stage.drop([B])
+    assert head_of(stage) == (2, set())
+    stage.drop([A])
+    assert head_of(stage) is None
+    stage.end()
+    assert head_of(stage) is None
+
+
+async def test_the_head_says_since_when_a_receiver_has_taken_nothing(sending, monkeypatch):
+    stage, sender, _ = sending
+    now = itertools.count(100.0)
+    monkeypatch.setattr("syncline.stages.send.time.monotonic", lambda: next(now))
+    stage.start(0)
+    assert stage.head() == (0, {A: 100.0, B: 101.0})
+    stage.start(1)
+    sender.sent[1, B].set()  # out of order: it takes something all the same
+    assert stage.head() == (0, {A: 100.0, B: 102.0})
 
 
 async def test_a_receivers_error_is_told_once_and_waits_for_the_drop(sending):
