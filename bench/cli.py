@@ -62,7 +62,7 @@ COMMANDS: tuple[Command, ...] = (
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("transformers", "safetensors"),
-    "demo": ("transformers", "safetensors", "rich", "matplotlib"),
+    "demo": ("transformers", "safetensors", "rich", "matplotlib", "accelerate", "gguf"),
 }
 """What each extra brings, by import name."""
 
