@@ -120,7 +120,7 @@ class Coordinator:
         """Ask every target whose links do not stand whether it is there. ``must``: all of them have to be."""
         asked = [handle for handle in self.handles if not handle.linked]
         timeout_s = self.config.connect_timeout_s if must else min(self.config.target_timeout, self.config.connect_timeout_s)
-        results = await asyncio.gather(*(handle.refresh(timeout_s) for handle in asked), return_exceptions=True)
+        results = await asyncio.gather(*(handle.refresh(timeout_s, wait=must) for handle in asked), return_exceptions=True)
         for handle, result in zip(asked, results, strict=True):
             error: BaseException | None = result if isinstance(result, BaseException) else None
             if isinstance(error, TimeoutError):

@@ -11,7 +11,7 @@ from syncline.scheduler.layout import Manifest
 
 from .config import TransferConfig
 from .control_client import ControlClient
-from .errors import SynclineError, TargetLost
+from .errors import SynclineError, TargetLost, TargetUnreachable
 from .messages import Status
 
 log = logging.getLogger("syncline.engine")
@@ -19,6 +19,7 @@ log = logging.getLogger("syncline.engine")
 _MOST_PATIENCE_S = 10.0
 """A target whose process shows no sign of life for so long is lost; sooner if ``target_timeout_s`` is shorter."""
 _BEATS = 5
+_LOOK_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,48 @@ class TargetHandle:
     def linked(self) -> bool:
         return bool(self.linked_incarnation) and not self.lost.is_set()
 
-    async def refresh(self, timeout_s: float) -> Status:
-        """Ask for the status; fetch the manifests if they changed."""
-        async with asyncio.timeout(timeout_s):
-            status = await self.client.status()
-            if not self.raw_manifests or self.status is None or status.manifest_digest != self.status.manifest_digest:
-                reply = await self.client.manifest()
-                self.raw_manifests = reply.manifests
-                self.manifests = tuple(Manifest.from_bytes(data) for data in reply.manifests)
-            self.status = status
+    async def refresh(self, timeout_s: float, *, wait: bool) -> Status:
+        """Ask for the status; fetch the manifests if they changed.
+
+        Args:
+            wait: until all ranks of the target have joined its leader.
+
+        Raises:
+            TargetUnreachable: there is no answer, or ranks are missing.
+            TimeoutError: there is no answer within ``timeout_s``.
+        """
+        status: Status | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (status := await self.client.status()).ready or not await self._fetched(status):
+                    if not wait:
+                        raise self._not_ready(status)
+                    await asyncio.sleep(_LOOK_AGAIN_S)
+        except TimeoutError:
+            if status is None or status.ready:
+                raise
+            raise self._not_ready(status) from None
+        self.status = status
         return status
+
+    async def _fetched(self, status: Status) -> bool:
+        """The manifests are those that ``status`` speaks of: ranks may come and go between the two calls."""
+        if self.raw_manifests and self.status is not None and status.manifest_digest == self.status.manifest_digest:
+            return True
+        try:
+            reply = await self.client.manifest()
+        except TargetUnreachable:
+            return False
+        if reply.manifest_digest != status.manifest_digest:
+            return False
+        self.raw_manifests = reply.manifests
+        self.manifests = tuple(Manifest.from_bytes(data) for data in reply.manifests)
+        return True
+
+    def _not_ready(self, status: Status) -> TargetUnreachable:
+        return TargetUnreachable(
+            f"target {self.address} is not ready: {status.message or 'its ranks come and go'}; try again later"
+        )
 
     def needs_link(self) -> bool:
         """The target answers, but the links that stand reach nothing or another incarnation of it."""
