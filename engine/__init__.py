@@ -10,12 +10,13 @@ from .loader import Landed, Loader, Serving
 from .receiver import Receiver
 from .report import PushReport, StageReport, TargetReport
 from .source import Source
-from .targets import RemoteTarget
+from .targets import LeaderAddress, RemoteTarget, Target
 from .trace import Trace
 from .transfer import PushHandle, TransferEngine
 
 __all__ = [
     "Landed",
+    "LeaderAddress",
     "Loader",
     "PushHandle",
     "PushReport",
@@ -24,6 +25,7 @@ __all__ = [
     "Serving",
     "Source",
     "StageReport",
+    "Target",
     "TargetReport",
     "Trace",
     "TransferConfig",

@@ -38,7 +38,7 @@ from .messages import (
     RankLinks,
 )
 from .steps import CONTENT, Done, Enter, Linked, Manifests, Offers, Opening, Outcome, Start, TargetOutcome
-from .targets import RemoteTarget, TargetHandle
+from .targets import Target, TargetHandle
 
 log = logging.getLogger("syncline.engine")
 
@@ -57,7 +57,7 @@ def decode(parts: Sequence[bytes], kind: type[T]) -> list[T]:
 class Coordinator:
     """Everything that only rank 0 knows: the targets' handles and what the plan in force was made from."""
 
-    def __init__(self, targets: Sequence[RemoteTarget], config: TransferConfig, rendezvous: str) -> None:
+    def __init__(self, targets: Sequence[Target], config: TransferConfig, rendezvous: str) -> None:
         self.config = config
         self.rendezvous = rendezvous
         self.handles = [TargetHandle(index, target, config) for index, target in enumerate(targets)]

@@ -45,7 +45,7 @@ from .reporting import build_report
 from .running import PushRun
 from .source import Source
 from .steps import Enter, HeadNote, Linked, LossNote, Manifests, Offers, Opening, Start
-from .targets import RemoteTarget, TargetHandle
+from .targets import Target, TargetHandle
 from .wiring import Wiring, transport_kinds
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ _CAUSE_S = 1.0
 class Session:
     """What a `TransferEngine` is connected by. Belongs to one event loop; one push at a time."""
 
-    def __init__(self, source: Source, targets: Sequence[RemoteTarget], config: TransferConfig) -> None:
+    def __init__(self, source: Source, targets: Sequence[Target], config: TransferConfig) -> None:
         self.source = source
         self.targets = targets
         self.config = config

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from syncline.scheduler.layout import Manifest
 
+from .address import Address
 from .config import TransferConfig
 from .control_client import ControlClient
-from .errors import SynclineError, TargetLost, TargetUnreachable
+from .errors import ConfigError, SynclineError, TargetLost, TargetUnreachable
 from .messages import Status
 
 log = logging.getLogger("syncline.engine")
@@ -20,6 +23,44 @@ _MOST_PATIENCE_S = 10.0
 """A target whose process shows no sign of life for so long is lost; sooner if ``target_timeout_s`` is shorter."""
 _BEATS = 5
 _LOOK_AGAIN_S = 0.05
+
+
+class LeaderAddress(NamedTuple):
+    """Where the leader rank of a target listens, and the secret that it shares; None takes the config's."""
+
+    address: str
+    secret: str | None = None
+
+
+@runtime_checkable
+class Target(Protocol):
+    """An inference engine instance as a source names it. Every source rank holds one; only rank 0's is asked for its leader.
+
+    `RemoteTarget` is the plain one. Adapters of engines that do not run a `Receiver` by themselves bring their own: they
+    start one in the engine's workers, or stand in for the engine with one of their own.
+    """
+
+    @property
+    def address(self) -> str:
+        """Names the target in reports and errors; the same on every source rank, another one for every target."""
+        ...
+
+    def problems(self, config: TransferConfig) -> Sequence[str]:
+        """What is wrong with this target before anything is asked of it."""
+        ...
+
+    async def locate(self, config: TransferConfig) -> LeaderAddress:
+        """Where the leader listens. Asked again whenever the links to the target do not stand, so it may have restarted.
+
+        Raises:
+            TargetUnreachable: the engine is not there.
+            SynclineError: it is there and cannot be a target; the message says why.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End what `locate` started in this process. Idempotent."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,21 +75,34 @@ class RemoteTarget:
     address: str
     secret: str | None = None
 
+    def problems(self, config: TransferConfig) -> Sequence[str]:
+        """The address is malformed, or beyond loopback without a secret."""
+        try:
+            address = Address.parse(self.address)
+        except ConfigError as error:
+            return error.problems
+        if address.is_local or self.secret or config.secret:
+            return ()
+        return (f"target {self.address!r} is beyond loopback and no secret is set; set the target's or the config's",)
+
+    async def locate(self, config: TransferConfig) -> LeaderAddress:
+        """Its own address."""
+        return LeaderAddress(self.address, self.secret)
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
 
 class TargetHandle:
     """One target on rank 0: control client, manifests, and whether its links stand."""
 
-    def __init__(self, index: int, target: RemoteTarget, config: TransferConfig) -> None:
+    def __init__(self, index: int, target: Target, config: TransferConfig) -> None:
         self.index = index
         self.address = target.address
-        patience_s = min(config.target_timeout, _MOST_PATIENCE_S)
-        self.client = ControlClient(
-            target.address,
-            secret=target.secret or config.secret,
-            timeout_s=config.connect_timeout_s,
-            heartbeat_s=patience_s / _BEATS,
-            patience_s=patience_s,
-        )
+        self._target = target
+        self._config = config
+        self._client: ControlClient | None = None
+        self._leader: LeaderAddress | None = None
         self.status: Status | None = None
         self.manifests: tuple[Manifest, ...] = ()
         self.raw_manifests: list[bytes] = []
@@ -59,6 +113,30 @@ class TargetHandle:
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def client(self) -> ControlClient:
+        """Calls the leader, where it was located last."""
+        if self._client is None:
+            raise TargetUnreachable(f"target {self.address} has not been located yet")
+        return self._client
+
+    async def _locate(self) -> None:
+        """Find the leader, which may listen elsewhere than before."""
+        leader = await self._target.locate(self._config)
+        if leader == self._leader:
+            return
+        before, self._client, self._leader = self._client, None, leader
+        if before is not None:
+            await before.close()
+        patience_s = min(self._config.target_timeout, _MOST_PATIENCE_S)
+        self._client = ControlClient(
+            leader.address,
+            secret=leader.secret or self._config.secret,
+            timeout_s=self._config.connect_timeout_s,
+            heartbeat_s=patience_s / _BEATS,
+            patience_s=patience_s,
+        )
 
     @property
     def linked(self) -> bool:
@@ -77,6 +155,7 @@ class TargetHandle:
         status: Status | None = None
         try:
             async with asyncio.timeout(timeout_s):
+                await self._locate()
                 while not (status := await self.client.status()).ready or not await self._fetched(status):
                     if not wait:
                         raise self._not_ready(status)
@@ -149,4 +228,6 @@ class TargetHandle:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-        await self.client.close()
+        if self._client is not None:
+            await self._client.close()
+        await self._target.close()

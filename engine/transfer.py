@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .address import Address
 from .config import TransferConfig
 from .errors import BusyError, ClosedError, ConfigError
 from .report import PushReport
 from .session import Session
 from .source import Source
-from .targets import RemoteTarget
+from .targets import Target
 
 T = TypeVar("T")
 
@@ -54,7 +53,7 @@ class TransferEngine:
         config: every knob; the same on every rank.
     """
 
-    def __init__(self, *, source: Source, targets: Sequence[RemoteTarget], config: TransferConfig | None = None) -> None:
+    def __init__(self, *, source: Source, targets: Sequence[Target], config: TransferConfig | None = None) -> None:
         self.source = source
         self.targets = tuple(targets)
         self.config = config or TransferConfig()
@@ -67,13 +66,13 @@ class TransferEngine:
         self._thread: _LoopThread | None = None
 
     def _check_targets(self) -> None:
-        strangers = [(i, target) for i, target in enumerate(self.targets) if not isinstance(target, RemoteTarget)]
-        problems = [f"targets[{i}] is {target!r}, not a RemoteTarget" for i, target in strangers]
+        strangers = [(i, target) for i, target in enumerate(self.targets) if not isinstance(target, Target)]
+        problems = [f"targets[{i}] is {target!r}, not a target such as RemoteTarget(address)" for i, target in strangers]
         if not problems:
             addresses = [target.address for target in self.targets]
             problems += [f"target {a!r} is listed more than once" for a in sorted(set(addresses)) if addresses.count(a) > 1]
             for target in self.targets:
-                problems += _target_problems(target, self.config.secret)
+                problems += target.problems(self.config)
         if not self.targets:
             problems.append("targets is empty: there is nothing to push to")
         if not isinstance(self.source, Source):
@@ -208,16 +207,6 @@ class TransferEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _target_problems(target: RemoteTarget, secret: str | None) -> Sequence[str]:
-    try:
-        address = Address.parse(target.address)
-    except ConfigError as error:
-        return error.problems
-    if address.is_local or target.secret or secret:
-        return ()
-    return (f"target {target.address!r} is beyond loopback and no secret is set; set the target's or the config's",)
 
 
 class _LoopThread:

@@ -89,7 +89,7 @@ def test_an_engine_names_all_wrong_targets_at_once():
     assert len(caught.value.problems) == 5
     with pytest.raises(ConfigError, match="targets is empty"):
         TransferEngine(source=source, targets=[])
-    with pytest.raises(ConfigError, match=r"targets\[0\] is 'unix:/x', not a RemoteTarget"):
+    with pytest.raises(ConfigError, match=r"targets\[0\] is 'unix:/x', not a target such as RemoteTarget"):
         TransferEngine(source=source, targets=["unix:/x"])
 
 
