@@ -16,6 +16,7 @@ from .generation import GenerationEngine
 from .http_errors import secret_guard
 from .module import ModuleLoader
 from .server import GenerationServer
+from .two_phase_service import TwoPhaseService
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class HostOptions:
         initial_version: of the weights at the start, which are then served; None serves nothing before the first push.
         secret: shared by sources, clients and this process. Needed beyond loopback.
         max_batch, max_length, max_waiting, timeout_s: see `GenerationEngine`.
+        two_phase: also take updates from sources that speak only the two-phase document, at the URL for clients.
     """
 
     model: str
@@ -46,6 +48,7 @@ class HostOptions:
     max_length: int = 2048
     max_waiting: int = 256
     timeout_s: float = 60.0
+    two_phase: bool = False
 
 
 class HostedEngine:
@@ -94,5 +97,13 @@ class HostedEngine:
             secret=options.secret,
         )
         host, port = options.http
-        guard = None if options.secret is None else secret_guard(options.secret)
-        return engine, receiver, GenerationServer(engine, tokenizer, host=host, port=port, receiver=receiver, guard=guard)
+        server = GenerationServer(
+            engine,
+            tokenizer,
+            host=host,
+            port=port,
+            receiver=receiver,
+            guard=None if options.secret is None else secret_guard(options.secret),
+            two_phase=TwoPhaseService(lambda: receiver.address, secret=options.secret) if options.two_phase else None,
+        )
+        return engine, receiver, server

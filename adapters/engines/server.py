@@ -7,7 +7,12 @@
                      little-endian, row by row, with the headers X-Syncline-Version and X-Syncline-Shape
     POST /pause      {mode: keep | drain | abort, timeout_s}: an operator's pause, apart from updates
     POST /resume
-    GET  /version, /status, /health
+    GET  /version, /status
+    GET  /health     200 while the process is well, fenced or not: for liveness probes. A restart would not unfence it
+    GET  /ready      503 with the state while nothing is served (fenced, held by an operator, closing): for readiness probes
+                     and load balancers. During an update it stays 200: requests that come wait for its end
+    POST /init_weights_update_group, /prepare_weights_update, /complete_weights_update, /destroy_weights_update_group
+                     with ``two_phase``: updates from sources that speak only the two-phase document
 
 Errors are {error, message, retryable, token_ids, versions}: 400 yours, 401 the secret, 429 the queue is full, 503 fenced,
 aborted or closing, 504 too slow, 500 the model raised. `retryable` says whether asking again may help; what an aborted
@@ -46,6 +51,8 @@ from .http_messages import (
     VersionReply,
 )
 from .requests import Answer, GenerateRequest, RequestError, RequestInvalid, RequestTimeout
+from .two_phase_http import MOST_BYTES, PATHS, answer
+from .two_phase_service import TwoPhaseService
 
 T = TypeVar("T")
 B = TypeVar("B", bound=msgspec.Struct)
@@ -73,6 +80,8 @@ class GenerationServer:
         host, port: where to listen; port 0 takes a free one.
         receiver: shown in `/status`.
         guard: see `secret_guard`. Needed beyond loopback.
+        two_phase: also offer the endpoints of the two-phase document; closed with the server. With a guard they, too, take
+            signed calls only.
 
     Raises:
         ConfigError: beyond loopback without a guard.
@@ -87,12 +96,14 @@ class GenerationServer:
         port: int = 0,
         receiver: HostedReceiver | None = None,
         guard: Middleware | None = None,
+        two_phase: TwoPhaseService | None = None,
     ) -> None:
         if not Address(host=host).is_local and guard is None:
             raise ConfigError([f"http host {host!r} is beyond loopback and there is no secret; set one on both sides"])
         self._engine, self._tokenizer, self._receiver = engine, tokenizer, receiver
         self._host, self._port = host, port
         self._guard = guard
+        self._two_phase = two_phase
         self._runner: web.AppRunner | None = None
         self._text_thread: ThreadPoolExecutor | None = None
 
@@ -117,6 +128,8 @@ class GenerationServer:
 
     async def close(self) -> None:
         """Stop listening; answers under way get 5 seconds to end, then they are cancelled."""
+        if self._two_phase is not None:
+            await self._two_phase.close()
         runner, self._runner = self._runner, None
         thread, self._text_thread = self._text_thread, None
         if runner is not None:
@@ -133,7 +146,8 @@ class GenerationServer:
 
     def app(self) -> web.Application:
         """The aiohttp application, for those who serve it themselves."""
-        app = web.Application(middlewares=[*([self._guard] if self._guard else []), errors_as_json])
+        limit = MOST_BYTES if self._two_phase is not None else 2**20
+        app = web.Application(client_max_size=limit, middlewares=[*([self._guard] if self._guard else []), errors_as_json])
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -143,8 +157,11 @@ class GenerationServer:
                 web.get("/version", self._version),
                 web.get("/status", self._status),
                 web.get("/health", self._health),
+                web.get("/ready", self._ready),
             ]
         )
+        if self._two_phase is not None:
+            app.add_routes([web.post(path, self._update) for path in PATHS])
         return app
 
     # ---- answers
@@ -271,6 +288,18 @@ class GenerationServer:
     async def _health(self, request: web.Request) -> web.Response:
         state = self._engine.state
         return web.json_response({"ok": state != "CLOSED", "state": state}, status=503 if state == "CLOSED" else 200)
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        state = self._engine.state
+        ready = state in ("SERVING", "UPDATING")
+        reply = {"ready": ready, "state": state, "version": self._engine.version}
+        return web.json_response(reply, status=200 if ready else 503)
+
+    async def _update(self, request: web.Request) -> web.Response:
+        """One of the two-phase document's paths."""
+        assert self._two_phase is not None
+        status, body = await answer(self._two_phase, request.path, await request.read())
+        return web.Response(body=body, status=status, content_type="application/json")
 
     def _state(self) -> State:
         if self._receiver is not None:
