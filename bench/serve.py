@@ -49,6 +49,8 @@ class ServeOptions:
     """Most requests that wait."""
     timeout_s: float = 60.0
     """Longest time that a request goes without a token, in seconds."""
+    two_phase: bool = False
+    """Also take updates from sources that speak only the two-phase protocol, at the address for clients."""
     threads: int | None = None
     """Threads that torch computes with; all cores by default."""
 
@@ -127,6 +129,7 @@ async def _serve(options: ServeOptions) -> None:
             max_length=options.max_length,
             max_waiting=options.max_waiting,
             timeout_s=options.timeout_s,
+            two_phase=options.two_phase,
         )
     )
     async with hosted:
