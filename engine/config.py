@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from syncline.scheduler.options import Route
+
 from .errors import ConfigError
 from .messages import InFlight, Landing
 
@@ -51,6 +53,9 @@ class TransferConfig:
         target_timeout_s: a target that makes no progress for so long while it is waited for is lost; the others go on.
             None takes a quarter of ``push_timeout_s``.
         transport: ``auto`` takes shared memory on one host and gloo between hosts.
+        route: ``auto`` sends what targets need straight from the source ranks that hold it, and has a rank gather what the
+            target takes whole only, what would be cut too small, and what ``mapped`` landing needs in one piece; ``gather``
+            and ``direct`` do one or the other wherever that is possible. The report says which went how.
         in_flight: what happens to requests that are being answered at a commit: ``drain``, ``abort`` or ``keep``.
         workers: threads that copy, cast and digest, on each source rank.
         poll_interval_s: longest pause of the completion poller, in seconds.
@@ -70,6 +75,7 @@ class TransferConfig:
     connect_timeout_s: float = 60.0
     target_timeout_s: float | None = None
     transport: Transport = "auto"
+    route: Route = "auto"
     in_flight: InFlight = "keep"
     workers: int = 2
     poll_interval_s: float = 0.001
@@ -101,12 +107,16 @@ class TransferConfig:
                 problems.append(f"{name} is {value!r}; it must be a finite number of seconds above 0")
 
     def _check_choices(self, problems: list[str]) -> None:
-        for name, kind in (("landing", Landing), ("transport", Transport), ("in_flight", InFlight)):
+        for name, kind in (("landing", Landing), ("transport", Transport), ("route", Route), ("in_flight", InFlight)):
             value = getattr(self, name)
             if value not in get_args(kind):
                 problems.append(f"{name} is {value!r}; choose one of {', '.join(get_args(kind))}")
         if self.landing == "mapped" and self.transport == "gloo":
             problems.append("landing 'mapped' needs shared memory; transport 'gloo' has none (choose 'auto' or 'shm')")
+        if self.landing == "mapped" and self.route == "direct":
+            problems.append(
+                "landing 'mapped' needs whole tensors in one rank's memory; route 'direct' has none (choose 'auto')"
+            )
         for name in ("verify", "trace"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be True or False")

@@ -79,6 +79,7 @@ class ControlServer:
         self._inode = 0
         self._runner: web.AppRunner | None = None
         self._watches: dict[web.WebSocketResponse, str] = {}
+        self._watch_began = asyncio.Event()
         self._closing = False
 
     @property
@@ -117,6 +118,16 @@ class ControlServer:
         """End the watches of ``peer``; None: all."""
         sockets = [socket for socket, name in self._watches.items() if peer is None or name == peer]
         await asyncio.gather(*(_close_socket(socket) for socket in sockets))
+
+    async def watched(self, peer: str, timeout_s: float) -> bool:
+        """Whether ``peer`` watches this server; waits for it to begin, at most ``timeout_s`` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while peer not in self._watches.values():
+                    await self._watch_began.wait()
+        except TimeoutError:
+            return False
+        return True
 
     # calls
 
@@ -231,6 +242,8 @@ class ControlServer:
         await socket.prepare(request)
         peer = request.headers.get(PEER, "")
         self._watches[socket] = peer
+        self._watch_began.set()
+        self._watch_began = asyncio.Event()
         try:
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.TEXT:

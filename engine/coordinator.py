@@ -43,6 +43,8 @@ from .targets import Target, TargetHandle
 log = logging.getLogger("syncline.engine")
 
 T = TypeVar("T", bound=msgspec.Struct)
+Misfit = Callable[[list[bytes], list[bytes]], Awaitable[PlanError | None]]
+"""Why manifests of all source ranks and of the ranks of one target do not fit together; None: they do."""
 _MODULUS = 2**128
 _ABORT_TIMEOUT_S = 2.0
 _ANSWER_MARGIN_S = 0.5
@@ -65,8 +67,11 @@ class Coordinator:
         self.generation = 0
         self.group_broken = True
         self.push_id = ""
+        self.flush_cache = False
         self.last_version: int | None = None
         self._planned_sources: list[str] = []
+        self._sources: list[bytes] = []
+        self._misfits: dict[int, PlanError] = {}
         self._started = 0.0
         self._prepared: dict[int, PrepareReply] = {}
         self._failed: dict[int, SynclineError] = {}
@@ -85,7 +90,11 @@ class Coordinator:
         await self._refresh(must=version is None)
         sources = [enter.manifest_digest for enter in enters]
         known = [handle for handle in self.handles if handle.raw_manifests]
-        replan = sources != self._planned_sources or any(h.planned_digest != _manifest_digest(h) for h in known)
+        changed = [handle.index for handle in known if handle.planned_digest != handle.manifest_digest]
+        self._misfits = {index: error for index, error in self._misfits.items() if index not in changed}
+        for index, error in self._misfits.items():
+            self._failed.setdefault(index, error)
+        replan = sources != self._planned_sources or bool(changed)
         replan = replan or not all(enter.plan_digest and enter.plan_digest == enters[0].plan_digest for enter in enters)
         self._planned_sources = sources
         link = [h.index for h in known if h.index not in self._failed and (replan or h.needs_link())]
@@ -132,11 +141,35 @@ class Coordinator:
 
     async def decide_manifests(self, parts: Sequence[bytes]) -> bytes:
         """All manifests, for every rank to plan from."""
+        self._sources = list(parts)
         for handle in self.handles:
-            handle.planned_digest = _manifest_digest(handle)
+            handle.planned()
             handle.linked_incarnation = ""
-        manifests = Manifests(sources=list(parts), targets=[handle.raw_manifests for handle in self.handles])
+        return self._all_manifests()
+
+    def _all_manifests(self) -> bytes:
+        manifests = Manifests(sources=self._sources, targets=[handle.raw_manifests for handle in self.handles])
         return msgspec.msgpack.encode(manifests)
+
+    async def decide_misfits(self, error: PlanError, problem: Misfit) -> bytes:
+        """No plan for a push: a target that came back with another model is left out, and the plan goes on as before that.
+
+        Args:
+            error: why there is no plan; raised if no such target is to blame.
+            problem: why the sources and the manifests of one target do not fit together.
+        """
+        found = 0
+        for handle in self.handles:
+            if handle.came_back_changed and (why := await problem(self._sources, handle.raw_manifests)) is not None:
+                found += 1
+                text = f"target {handle.address} came back with other tensors than it had, which do not fit this source"
+                self._misfits[handle.index] = misfit = PlanError([text, *why.problems])
+                self._failed[handle.index] = misfit
+                handle.keep_before()
+        if not found:
+            self._planned_sources = []
+            raise error
+        return self._all_manifests()
 
     async def decide_planned(self, parts: Sequence[bytes]) -> bytes:
         """Plans must be one and the same on every rank."""
@@ -164,6 +197,8 @@ class Coordinator:
         return Linked(failed=failed)
 
     async def _connect(self, handle: TargetHandle, offers: Sequence[Offers], plan: Plan, kind: str, timeout_s: float) -> None:
+        if handle.index in self._misfits:
+            raise self._misfits[handle.index]
         assert handle.status is not None
         ranks = []
         for rank in range(len(handle.manifests)):
@@ -302,7 +337,11 @@ class Coordinator:
     ) -> CompleteReply:
         mine = {str(rank): _hex(digests.get(f"{handle.index}:{rank}", 0)) for rank in range(len(handle.manifests))}
         request = CompleteRequest(
-            version=version, push_id=self.push_id, digests=mine if self.config.verify else {}, timeout_s=timeout_s
+            version=version,
+            push_id=self.push_id,
+            flush_cache=self.flush_cache,
+            digests=mine if self.config.verify else {},
+            timeout_s=timeout_s,
         )
         return await handle.client.complete(request)
 
@@ -390,10 +429,6 @@ def _check_manifests(enters: Sequence[Enter]) -> None:
             ranks.setdefault(problem, []).append(rank)
     if ranks:
         raise PlanError([f"source rank {', '.join(map(str, who))}: {problem}" for problem, who in ranks.items()])
-
-
-def _manifest_digest(handle: TargetHandle) -> str:
-    return "+".join(manifest.digest for manifest in handle.manifests)
 
 
 def _add_digests(ranks: Sequence[Done]) -> dict[str, int]:

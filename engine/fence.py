@@ -69,12 +69,13 @@ class Fence:
     Args:
         incarnation: names this life of the process; messages that name another are rejected.
         version: what the live parameters hold at the start, if that is known; None starts ``FENCED``.
+        digest: of the content that they hold under it. Empty takes whatever is pushed under that version for the same.
     """
 
-    def __init__(self, *, incarnation: str, version: int | None = None) -> None:
+    def __init__(self, *, incarnation: str, version: int | None = None, digest: str = "") -> None:
         self.incarnation = incarnation
         self.reason = "nothing was committed yet" if version is None else ""
-        self._live: Held | None = None if version is None else Held(version=version)
+        self._live: Held | None = None if version is None else Held(version=version, digest=digest)
         self._last: Held | None = self._live
         self._floor: Held | None = self._live
         self._push: _Push | None = None

@@ -9,7 +9,7 @@ staged      digest of landing memory                     landing memory into liv
 mapped      digest of landing memory                     parameters pointed at landing memory; derived content
 =========== ============================================ =========================================================
 
-Loaders that expose no live memory get every part through `Loader.install`; then the digest is that of the landed copy.
+What has no live memory that is exposed goes through `Loader.install`; then the digest is that of the landed copy.
 
 Copies and digests run on worker threads, calls of the loader on a thread of its own, one at a time. Work that runs on a
 thread cannot be cancelled: after a failure `settled` says whether any is left.
@@ -17,11 +17,11 @@ thread cannot be cancelled: after a failure `settled` says whether any is left.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -31,14 +31,14 @@ from syncline.stages.assembly import LandingCopies
 from syncline.stages.completions import Signal
 from syncline.stages.copies import torch_dtype
 from syncline.stages.digest import add_digests, digest_bucket
-from syncline.stages.transports.base import Lease, ReceivingHalf
+from syncline.stages.transports.base import Lease, Placing, ReceivingHalf
 from syncline.stages.workers import Workers
 
 from .errors import PlanError, SynclineError, TransportError
 from .loader import Landed
 from .loader_thread import LoaderThread, ended
 from .messages import Landing
-from .placement import WholePiece, balanced, parts_of, whole_pieces
+from .placement import WholePiece, balanced, parted, parts_of, whole_pieces
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,6 +71,26 @@ class Route:
     loader: LoaderThread
     workers: Workers
     verify: bool
+
+
+Buffers = Sequence[torch.Tensor | None] | None
+"""As from `Loader.buffers`."""
+
+
+class _Ways(NamedTuple):
+    """How a bucket gets into live parameters: what is copied there, and what the loader installs. None: nothing goes so."""
+
+    copies: LandingCopies | None
+    installed: TargetTask | None
+
+
+def _ways(task: TargetTask, buffers: Buffers) -> _Ways:
+    if buffers is None:
+        return _Ways(None, task)
+    hidden = frozenset(index for index, tensor in enumerate(buffers) if tensor is None)
+    exposed = [torch.empty(0) if tensor is None else tensor for tensor in buffers]
+    copied, installed = parted(task, hidden)
+    return _Ways(None if copied is None else LandingCopies(copied, exposed), installed)
 
 
 class LandingPath(Protocol):
@@ -108,7 +128,7 @@ class LandingPath(Protocol):
     async def close(self) -> None: ...
 
 
-def make_path(landing: Landing, route: Route, buffers: Sequence[torch.Tensor] | None) -> LandingPath:
+def make_path(landing: Landing, route: Route, buffers: Buffers) -> LandingPath:
     """The path for a landing mode. ``buffers`` as from `Loader.buffers`. Raises `PlanError` if the mode cannot be had."""
     if landing == "streamed":
         return Streamed(route, buffers)
@@ -153,16 +173,20 @@ class _Path:
         return signal
 
     async def _each_bucket(
-        self, work: Callable[[TargetTask, torch.Tensor], Signal[int]], before: Callable[[], Awaitable[None]] | None = None
+        self,
+        work: Callable[[TargetTask, torch.Tensor], Signal[int]],
+        before: Callable[[], Awaitable[None]] | None = None,
+        failures: Sequence[Exception] = (),
     ) -> Received:
         """Run ``work`` on every bucket in plan order, as many side by side as there are workers; adds the digests up.
 
-        ``before`` runs once the first bucket is there. After a failure of ours the rest is taken and thrown away: a source
-        that could not get rid of it would see a broken target where there is an error to be told.
+        ``before`` runs once the first bucket is there. After a failure of ours (or ``failures`` that were there before) the
+        rest is taken and thrown away: a source that could not get rid of it would see a broken target where there is an error
+        to be told.
         """
         running: deque[Signal[None]] = deque()
         parts: list[int] = []
-        failures: list[Exception] = []
+        failures = list(failures)
         over = False
 
         def retire(task: TargetTask, signal: Signal[int], retired: Signal[None]) -> None:
@@ -223,10 +247,11 @@ class _Path:
 class Streamed(_Path):
     """Implements `LandingPath`: no spare memory, live parameters change while data comes."""
 
-    def __init__(self, route: Route, buffers: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, route: Route, buffers: Buffers) -> None:
         super().__init__(route)
-        self._copies = None if buffers is None else {task.index: LandingCopies(task, buffers) for task in route.program.tasks}
+        self._ways = {task.index: _ways(task, buffers) for task in route.program.tasks}
         self._begun = False
+        self._placing = self._expose(route.half) if isinstance(route.half, Placing) else None
 
     async def begin(self, push_id: str, timeout_s: float) -> None:
         self._begun = False
@@ -237,7 +262,28 @@ class Streamed(_Path):
             writing()
             await self._begin_loading(version)
 
-        return await self._each_bucket(self._install if self._copies is None else self._write, before)
+        if self._placing is None:
+            return await self._each_bucket(self._take, before)
+        failures: list[Exception] = []
+        await self._placing.first_bytes()
+        await _collect(before(), failures)
+        self._placing.open_places(live=not failures)
+        return await self._each_bucket(self._take, failures=failures)
+
+    async def settled(self) -> None:
+        await super().settled()
+        if self._placing is not None:
+            await self._placing.settled()
+
+    def _expose(self, half: Placing) -> Placing | None:
+        """Let large segments be received straight into live memory. Returns ``half`` if there are any."""
+        copies = {index: ways.copies for index, ways in self._ways.items() if ways.copies is not None}
+        placed: defaultdict[int, set[int]] = defaultdict(set)
+        for index, offset in half.expose({index: copy.places for index, copy in copies.items()}):
+            placed[index].add(offset)
+        for index, offsets in placed.items():
+            copies[index].leave(offsets)
+        return half if placed else None
 
     async def commit(self, version: int) -> None:
         if not self._begun:  # nothing had to be written
@@ -249,23 +295,26 @@ class Streamed(_Path):
         self._begun = True
         await self._route.loader.call(self._route.loader.loader.begin, version)
 
-    def _write(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
-        assert self._copies is not None
-        return self._submit(self._write_one, self._copies[task.index], bucket)
+    def _take(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
+        ways = self._ways[task.index]
+        if ways.installed is None:
+            if not self._route.verify and (ways.copies is None or ways.copies.idle):
+                return _done(0)
+            return self._submit(self._write, ways, bucket)
+        return self._route.loader.call(self._install, ways, ways.installed, bucket)
 
-    def _write_one(self, copies: LandingCopies, bucket: torch.Tensor) -> int:
+    def _write(self, ways: _Ways, bucket: torch.Tensor) -> int:
+        if ways.copies is None:
+            return 0
         if self._route.verify:
-            return copies.run_and_digest(bucket)
-        copies.run(bucket)
+            return ways.copies.run_and_digest(bucket)
+        ways.copies.run(bucket)
         return 0
 
-    def _install(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
-        return self._route.loader.call(self._install_one, task, bucket)
-
-    def _install_one(self, task: TargetTask, bucket: torch.Tensor) -> int:
-        digest = self._digest(task, bucket)
-        self._route.loader.loader.install(parts_of(task, bucket))
-        return digest
+    def _install(self, ways: _Ways, installed: TargetTask, bucket: torch.Tensor) -> int:
+        digest = self._digest(installed, bucket)
+        self._route.loader.loader.install(parts_of(installed, bucket))
+        return add_digests((digest, self._write(ways, bucket)))
 
 
 class _Landed(_Path):
@@ -294,28 +343,27 @@ class _Landed(_Path):
 class Staged(_Landed):
     """Implements `LandingPath`: copied into live parameters at commit; their addresses never change."""
 
-    def __init__(self, route: Route, buffers: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, route: Route, buffers: Buffers) -> None:
         super().__init__(route)
-        self._copies = None if buffers is None else {task.index: LandingCopies(task, buffers) for task in route.program.tasks}
+        ways = {task.index: _ways(task, buffers) for task in route.program.tasks}
+        self._copies = {index: way.copies for index, way in ways.items() if way.copies is not None}
+        self._installed = [way.installed for way in ways.values() if way.installed is not None]
 
     async def commit(self, version: int) -> None:
-        await self._loaded(self._install if self._copies is None else self._copy, version)
+        await self._loaded(self._copy_and_install, version)
 
-    async def _copy(self) -> None:
-        shares = balanced(self._route.program.tasks, self._route.workers.count)
-        for signal in [self._submit(self._copy_share, share) for share in shares]:
+    async def _copy_and_install(self) -> None:
+        tasks = [task for task in self._route.program.tasks if task.index in self._copies]
+        for signal in [self._submit(self._copy, share) for share in balanced(tasks, self._route.workers.count)]:
             await signal
+        for task in self._installed:
+            await self._route.loader.call(self._install, task, self._buckets[task.index])
 
-    def _copy_share(self, tasks: Iterable[TargetTask]) -> None:
-        assert self._copies is not None
+    def _copy(self, tasks: Iterable[TargetTask]) -> None:
         for task in tasks:
             self._copies[task.index].run(self._buckets[task.index])
 
-    async def _install(self) -> None:
-        for task in self._route.program.tasks:
-            await self._route.loader.call(self._install_one, task, self._buckets[task.index])
-
-    def _install_one(self, task: TargetTask, bucket: torch.Tensor) -> None:
+    def _install(self, task: TargetTask, bucket: torch.Tensor) -> None:
         self._route.loader.loader.install(parts_of(task, bucket))
 
 
@@ -360,6 +408,12 @@ class Mapped(_Landed):
         start = self._half.offset_of(whole.first)
         memory = self._half.space(whole.owner)[start : start + whole.nbytes]
         return Landed(whole.piece, piece.box, memory.view(dtype).view(shape))
+
+
+def _done(digest: int) -> Signal[int]:
+    signal: Signal[int] = Signal()
+    signal.set(digest)
+    return signal
 
 
 async def _collect(work: Awaitable[None], failures: list[Exception]) -> None:

@@ -56,11 +56,13 @@ _STATUS_S = 2.0
 _MANIFEST_S = 60.0
 _STARTING_S = 10.0
 """While ranks join for the first time, calls wait for them so long."""
+_WATCH_S = 5.0
+"""A source that begins a push watches its target by then; one that does not has gone, and its prepare came late."""
 _FENCING_S = 5.0
 """While ranks are being fenced, calls wait for that so long."""
 _TWO_PHASE_ONLY = (
     "this target takes pushes from syncline sources, which connect first (POST /connect); a source that speaks only the "
-    "two-phase protocol names no version and no push, and how its data would travel is not set up here"
+    "two-phase document names no version and no push: mount syncline.adapters.engines.two_phase_app for it and call that"
 )
 
 
@@ -74,6 +76,7 @@ class Leader:
         secret: shared secret of the target's ranks.
         heartbeat_s, patience_s: see `ControlClient.watch`.
         drop_watches: ends the watches that a rank holds on this process.
+        watched: whether somebody watches this process under a name, if need be after waiting so many seconds for it.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Leader:
         heartbeat_s: float,
         patience_s: float,
         drop_watches: Callable[[str], Awaitable[None]],
+        watched: Callable[[str, float], Awaitable[bool]],
     ) -> None:
         self._rank = rank
         self._scope = scope
@@ -99,6 +103,7 @@ class Leader:
             drop_watches=drop_watches,
             on_lost=lambda rank, incarnation, reason: self._feed(Lost(rank=rank, incarnation=incarnation, reason=reason)),
         )
+        self._watched = watched
         self._waiting: dict[tuple[Call, str], list[asyncio.Future[Answer]]] = {}
         self._pushes: dict[str, Push] = {}
         self._last: tuple[str, CompleteReply] | None = None
@@ -231,10 +236,7 @@ class Leader:
         link = self._linked
         if link is None:
             raise ProtocolError("this target is not linked with a source; connect first")
-        if request.source_incarnation not in ("", link.source_incarnation):
-            raise ProtocolError(f"another source ({link.source_incarnation}) has linked with this target since; connect again")
-        if self._source_left:
-            raise ProtocolError("the source has stopped watching this target since it connected; connect again")
+        await self._check_source(request, link)
         push_id = request.push_id
         push = self._pushes.get(push_id)
         if push is None:
@@ -248,6 +250,22 @@ class Leader:
         return push.prepare_reply(
             status=status, error=answer.error, message=answer.message, incarnation=fence.incarnation, version=fence.version
         )
+
+    async def _check_source(self, request: PrepareRequest, link: ConnectRequest) -> None:
+        """The source that asks is the one that linked, and it is still there: nobody else would end what it begins.
+
+        A process that was stopped and goes on finds calls of a source that has given it up long ago.
+        """
+        named = request.source_incarnation
+        watches = not self._source_left and (
+            named != link.source_incarnation or await self._watched(watch_name(link), min(request.timeout_s / 2, _WATCH_S))
+        )
+        newest = self._linked
+        if newest is None or named not in ("", newest.source_incarnation):
+            other = "another source" if newest is None else f"another source ({newest.source_incarnation})"
+            raise ProtocolError(f"{other} has linked with this target since; connect again")
+        if self._source_left or newest is not link or not watches:
+            raise ProtocolError("the source does not watch this target, as one that is there does; connect again")
 
     async def complete(self, request: CompleteRequest) -> CompleteReply:
         if request.version is None or not request.push_id:

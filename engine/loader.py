@@ -29,15 +29,16 @@ class Loader(Protocol):
 
     Two families. One whose live memory may be written from outside (any ``nn.Module``) returns it from `buffers`; the
     receiver then writes pieces straight into it and never calls `install`. The other (engines with a loader of their
-    own) returns None and gets everything through `install`.
+    own) returns None and gets everything through `install`. A loader may be of both: where an entry of `buffers` is None,
+    pieces of that buffer go through `install`.
     """
 
     def manifest(self, *, rank: int, world_size: int, host: str) -> Manifest:
         """What this rank must receive. Its ``fingerprint`` changes when live memory was reallocated."""
         ...
 
-    def buffers(self) -> Sequence[torch.Tensor] | None:
-        """Live tensors in the order of the manifest's buffers, or None."""
+    def buffers(self) -> Sequence[torch.Tensor | None] | None:
+        """Live tensors in the order of the manifest's buffers, None for those that `install` fills; or None for all."""
         ...
 
     def begin(self, version: int | None) -> None:

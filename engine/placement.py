@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from syncline.scheduler.layout import Manifest
 from syncline.scheduler.programs import Landing as Part, TargetProgram, TargetTask
 from syncline.stages.copies import torch_dtype
 
+from .errors import PlanError
 from .loader import Landed
 
 
@@ -64,6 +65,24 @@ def parts_of(task: TargetTask, bucket: torch.Tensor) -> list[Landed]:
         tensor = memory.view(torch_dtype(segment.dtype)).view(segment.box.shape)
         landed += [Landed(piece, segment.box, tensor) for piece in landing.pieces]
     return landed
+
+
+def parted(task: TargetTask, hidden: frozenset[int]) -> tuple[TargetTask | None, TargetTask | None]:
+    """What of a task lands in exposed live memory, and what in ``hidden`` buffers, which only the loader can fill.
+
+    Raises `PlanError` for a segment that lands in both.
+    """
+    if not hidden:
+        return task, None
+    sides: tuple[list[Part], list[Part]] = [], []
+    for landing in task.landings:
+        kinds = {region.buffer in hidden for region in landing.dests}
+        if len(kinds) > 1:
+            problem = f"{landing.segment.name} lands in live memory and goes through the loader; a loader says one of the two"
+            raise PlanError([problem])
+        sides[kinds.pop() if kinds else False].append(landing)
+    exposed, covered = (replace(task, landings=tuple(side)) if side else None for side in sides)
+    return (exposed, covered) if exposed or covered else (task, None)
 
 
 def balanced(tasks: Iterable[TargetTask], shares: int) -> list[list[TargetTask]]:

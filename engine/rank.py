@@ -69,6 +69,7 @@ class Rank:
         gate: of this rank's forward passes.
         serving: the engine's own say; None: the gate alone.
         initial_version: what the live parameters hold; None starts fenced.
+        initial_digest: see `Fence`.
         workers: threads that copy and digest.
         make_half: see `HalfFactory`.
         on_commit: called once per version, under pause, after all content is in place.
@@ -85,6 +86,7 @@ class Rank:
         gate: Gate,
         serving: Serving | None,
         initial_version: int | None,
+        initial_digest: str = "",
         workers: int,
         make_half: HalfFactory,
         on_commit: CommitHook | None,
@@ -92,7 +94,7 @@ class Rank:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.process = secrets.token_hex(8)
-        self.fence = Fence(incarnation=self.process, version=initial_version)
+        self.fence = Fence(incarnation=self.process, version=initial_version, digest=initial_digest)
         self.landing_bytes = 0
         self.pushes = 0
         self.manifest_digest = ""

@@ -52,6 +52,8 @@ class Receiver:
         secret: shared by sources and all ranks of the target. Needed beyond loopback.
         serving: the engine's own pause and resume; None: `gate` alone. May also implement `Fencing` and `Flushing`.
         initial_version: version of the weights at the start, which may then be served.
+        initial_digest: digest of their content. Empty: unknown, and a push of that version is taken for the same content; text
+            that is no digest makes such a push a `VersionConflict`.
         workers: threads that copy and digest.
         advertise: host under which sources and other ranks reach this rank, where ``listen`` does not say it (0.0.0.0).
         bind_host: address that this rank's own data connections (gloo) bind to; None takes that of ``listen``.
@@ -76,6 +78,7 @@ class Receiver:
         secret: str | None = None,
         serving: Serving | None = None,
         initial_version: int | None = None,
+        initial_digest: str = "",
         workers: int = 2,
         advertise: str | None = None,
         bind_host: str | None = None,
@@ -103,6 +106,7 @@ class Receiver:
         self._leader_address = leader
         self._secret = secret
         self._initial_version = initial_version
+        self._initial_digest = initial_digest
         self._worker_count = workers
         self._on_commit = on_commit
         self._heart = {"heartbeat_s": heartbeat_s, "patience_s": patience_s}
@@ -129,6 +133,7 @@ class Receiver:
             gate=self.gate,
             serving=self._serving,
             initial_version=self._initial_version,
+            initial_digest=self._initial_digest,
             workers=self._worker_count,
             make_half=self._make_half,
             on_commit=self._on_commit,
@@ -150,6 +155,7 @@ class Receiver:
                 scope=scope,
                 secret=self._secret,
                 drop_watches=self._server.drop_watches,
+                watched=self._server.watched,
                 **self._heart,
             )
             self._leader.start()

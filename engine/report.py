@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from syncline.scheduler.routing import Routing
+
 from .errors import SynclineError
 from .messages import State
 from .trace import Trace
@@ -59,6 +61,7 @@ class PushReport:
         source_free_s: seconds until no task read the source's memory any more, on the slowest rank.
         bytes: bytes sent to targets, over all ranks (a bucket in shared memory counts once for each receiver).
         tasks: tasks of the plan.
+        routing: what of the plan goes straight from the ranks that hold it, what is gathered, and why.
         peak_tmp_bytes: highest temporary bytes of tasks in flight, on the rank where it was highest.
         landing_bytes: spare memory for landing, over source and targets (shared memory counted once).
         stages: ``h2d``, ``prepare``, ``send``, ``barrier`` -> what they did.
@@ -76,6 +79,7 @@ class PushReport:
     peak_tmp_bytes: int
     landing_bytes: int
     stages: Mapping[str, StageReport]
+    routing: Routing = field(default_factory=Routing)
     trace: Trace | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -92,6 +96,7 @@ class PushReport:
                 f"{_mib(self.bytes)} in {self.tasks} tasks ({rate:.2f} GB/s), overlap {self.overlap:.2f}"
             ),
             f"  temporary bytes: peak {_mib(self.peak_tmp_bytes)}; landing memory {_mib(self.landing_bytes)}",
+            f"  {self.routing}",
             "  stages: " + ", ".join(f"{name} {stage.busy_s * 1e3:.1f} ms" for name, stage in self.stages.items()),
         ]
         for address, target in self.targets.items():

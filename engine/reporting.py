@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from syncline.scheduler.routing import Routing
+
 from .errors import error_from_wire
 from .messages import State
 from .report import PushReport, StageReport, TargetReport
@@ -12,7 +14,7 @@ from .steps import Done, Outcome, TargetOutcome
 from .trace import STAGES, Span, Trace
 
 
-def build_report(outcome: Outcome, addresses: Sequence[str], *, trace: bool) -> PushReport:
+def build_report(outcome: Outcome, addresses: Sequence[str], *, routing: Routing, trace: bool) -> PushReport:
     """The report of a push; the same on every rank."""
     targets = {address: _target(target) for address, target in zip(addresses, outcome.targets, strict=True)}
     ranks = outcome.ranks
@@ -25,6 +27,7 @@ def build_report(outcome: Outcome, addresses: Sequence[str], *, trace: bool) -> 
         source_free_s=max((done.source_free_s for done in ranks), default=0.0),
         bytes=sum(done.bytes for done in ranks),
         tasks=outcome.tasks,
+        routing=routing,
         peak_tmp_bytes=max((done.peak_tmp_bytes for done in ranks), default=0),
         landing_bytes=sum(done.landing_bytes for done in ranks) + sum(target.landing_bytes for target in targets.values()),
         stages={

@@ -92,11 +92,13 @@ class Session:
         self._until = time.monotonic() + config.connect_timeout_s
         await self._guarded(self._open(None))
 
-    async def push(self, version: int, on_source_free: Callable[[], None]) -> PushReport:
+    async def push(self, version: int, on_source_free: Callable[[], None], *, flush_cache: bool = False) -> PushReport:
         """One push of ``version``."""
         if self._dead is not None:
             raise self._dead
         self._attempt += 1
+        if self._coordinator is not None:
+            self._coordinator.flush_cache = flush_cache
         self._cause = None
         self._caused.clear()
         self._until = time.monotonic() + self.config.push_timeout_s
@@ -132,7 +134,8 @@ class Session:
                 outcome = await self._run.run(self._remaining(), on_source_free, lambda done: self._finish(version, done))
         finally:
             self._run = None
-        return build_report(outcome, [target.address for target in self.targets], trace=self.config.trace)
+        addresses = [target.address for target in self.targets]
+        return build_report(outcome, addresses, routing=self._wired().plan.routing, trace=self.config.trace)
 
     async def _start(self, version: int, *, retry: bool) -> Start:
         """Everything up to the targets' ``ready``. ``retry``: plan anew if a target's memory is not what it was planned for."""
@@ -180,7 +183,7 @@ class Session:
 
     async def _make(self, opening: Opening, manifest: Manifest, *, must: bool) -> None:
         if opening.replan:
-            await self._replan(manifest)
+            await self._replan(manifest, must=must)
         wiring = self._wired()
         wiring.push_id = opening.push_id
         if opening.regroup:
@@ -189,11 +192,17 @@ class Session:
         if opening.link:
             await self._unless_aborted(self._link(opening.link, must=must))
 
-    async def _replan(self, manifest: Manifest) -> None:
+    async def _replan(self, manifest: Manifest, *, must: bool) -> None:
         coordinator = self._coordinator
         decide = coordinator.decide_manifests if coordinator else _not_here
         payload = await self._exchange("manifests", manifest.to_bytes(), decide)
-        plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config)
+        try:
+            plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config)
+        except PlanError as error:  # on every rank the same: they all have the same manifests
+            if must:
+                raise
+            payload = await self._exchange("misfits", b"", partial(self._decide_misfits, error))
+            plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config)
         await self._exchange("planned", plan.digest.encode(), coordinator.decide_planned if coordinator else _not_here)
         old, self._wiring = self._wiring, None
         if old is not None:
@@ -239,6 +248,19 @@ class Session:
             note = LossNote(attempt=self._attempt, target=target, at_task=0, reason="it refused to link up")
             self._coordination_or_raise().tell("refused", msgspec.msgpack.encode(note))
             self._wired().drop_targets([target])
+
+    async def _decide_misfits(self, error: PlanError, _parts: Sequence[bytes]) -> bytes:
+        assert self._coordinator is not None
+        return await self._coordinator.decide_misfits(error, self._misfit)
+
+    async def _misfit(self, sources: list[bytes], target: list[bytes]) -> PlanError | None:
+        """Why one target alone cannot be planned for."""
+        payload = msgspec.msgpack.encode(Manifests(sources=sources, targets=[target]))
+        try:
+            await asyncio.to_thread(_plan, payload, self.config)
+        except PlanError as error:
+            return error
+        return None
 
     async def _decide_start(self, version: int, plan: Plan, *, retry: bool) -> bytes:
         assert self._coordinator is not None
@@ -396,6 +418,7 @@ def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest],
     options = PlanOptions(
         bucket_bytes=config.bucket,
         max_tmp_bytes=config.watermark,
+        route=config.route,
         landing=config.landing,
         shared_landing=config.landing != "streamed" and all(kind == "shm" for kind in kinds.values()),
     )
@@ -405,6 +428,7 @@ def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest],
         raise PlanError([*problems, *error.problems]) from error
     if problems:
         raise PlanError(problems)
+    _ = plan.routing  # of a large plan it takes a while: here, in a thread, not when the first report is made
     return plan, sources, targets
 
 

@@ -108,6 +108,8 @@ class TargetHandle:
         self.raw_manifests: list[bytes] = []
         self.planned_digest = ""
         """Digest of the manifests that the plan in force was made from."""
+        self._planned: list[bytes] = []
+        self._planned_before: list[bytes] = []
         self.linked_incarnation = ""
         """The incarnation that the links reach; empty when they do not stand."""
         self.lost = asyncio.Event()
@@ -180,6 +182,27 @@ class TargetHandle:
         self.raw_manifests = reply.manifests
         self.manifests = tuple(Manifest.from_bytes(data) for data in reply.manifests)
         return True
+
+    @property
+    def manifest_digest(self) -> str:
+        """Names the manifests as they were fetched last."""
+        return "+".join(manifest.digest for manifest in self.manifests)
+
+    def planned(self) -> None:
+        """A plan is made from the manifests as they are."""
+        self.planned_digest = self.manifest_digest
+        self._planned_before, self._planned = self._planned, self.raw_manifests
+
+    @property
+    def came_back_changed(self) -> bool:
+        """The plan that is being made has other manifests of this target than the one before it."""
+        return bool(self._planned_before) and self._planned_before != self.raw_manifests
+
+    def keep_before(self) -> None:
+        """Plan as before it changed: it takes no part. Once it has changed again its manifests are fetched anew."""
+        self.raw_manifests = self._planned = self._planned_before
+        self.manifests = tuple(Manifest.from_bytes(data) for data in self.raw_manifests)
+        self.planned_digest = self.manifest_digest
 
     def _not_ready(self, status: Status) -> TargetUnreachable:
         return TargetUnreachable(

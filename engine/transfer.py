@@ -102,23 +102,26 @@ class TransferEngine:
             self._connecting = False
         self._session = session
 
-    async def push(self, version: int) -> PushReport:
+    async def push(self, version: int, *, flush_cache: bool = False) -> PushReport:
         """Push ``version`` and wait for the result. Collective over the source's ranks.
 
         Args:
             version: greater than every version pushed before; or the same one again, to bring targets up to date that
                 missed it (targets that hold it with the same content answer, and nothing is applied twice).
+            flush_cache: targets that can drop every cached key and value at the commit, those of requests under way with
+                them. What rank 0 says counts.
 
         Returns:
             The report. ``ok`` is False if a target was lost or failed: the others have committed all the same.
 
         Raises:
             VersionConflict: a target holds a newer version, or other content under this one. Nothing was moved.
-            PlanError: a manifest changed and no longer fits. Nothing was moved.
+            PlanError: the source changed and no longer fits. Nothing was moved. (A target that came back with another model is
+                reported, and the others commit.)
             PushError: this push failed as a whole (`SourceRankLost`, `StageError`, `PushTimeout`, …).
             BusyError: a push is running.
         """
-        handle = self.start_push(version)
+        handle = self.start_push(version, flush_cache=flush_cache)
         try:
             return await handle.result
         except asyncio.CancelledError:
@@ -126,7 +129,7 @@ class TransferEngine:
             await asyncio.gather(handle.result, return_exceptions=True)
             raise
 
-    def start_push(self, version: int) -> PushHandle:
+    def start_push(self, version: int, *, flush_cache: bool = False) -> PushHandle:
         """Start a push on the running loop; see `PushHandle`. Errors as in `push`, from ``handle.result``."""
         self._claim_loop()
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
@@ -136,17 +139,18 @@ class TransferEngine:
         if self._running is not None and not self._running.done():
             raise BusyError(f"a push is running on this engine; wait for its result before pushing version {version}")
         free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._running = asyncio.create_task(self._push(self._session, version, free), name=f"syncline-push-{version}")
+        work = self._push(self._session, version, free, flush_cache=flush_cache)
+        self._running = asyncio.create_task(work, name=f"syncline-push-{version}")
         return PushHandle(version=version, source_free=free, result=self._running)
 
     @staticmethod
-    async def _push(session: Session, version: int, free: asyncio.Future[None]) -> PushReport:
+    async def _push(session: Session, version: int, free: asyncio.Future[None], *, flush_cache: bool) -> PushReport:
         def source_free() -> None:
             if not free.done():
                 free.set_result(None)
 
         try:
-            return await session.push(version, source_free)
+            return await session.push(version, source_free, flush_cache=flush_cache)
         finally:
             source_free()
 
@@ -167,11 +171,11 @@ class TransferEngine:
         """`connect`, from synchronous code."""
         self._blocking(self.connect())
 
-    def push_blocking(self, version: int) -> PushReport:
+    def push_blocking(self, version: int, *, flush_cache: bool = False) -> PushReport:
         """`push`, from synchronous code; connects first if that was not done."""
         if self._session is None and not self._closed:
             self.connect_blocking()
-        return self._blocking(self.push(version))
+        return self._blocking(self.push(version, flush_cache=flush_cache))
 
     def close_blocking(self) -> None:
         """`close`, from synchronous code; ends the engine's thread."""

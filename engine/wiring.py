@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from syncline.scheduler.driver import Driver, Limits, TaskSpec
 from syncline.scheduler.events import StageName
 from syncline.scheduler.layout import Manifest
@@ -81,11 +83,15 @@ class Wiring:
         self._routes = routes = {r: self._senders[self.kinds[t]] for t, ranks in enumerate(self.receivers) for r in ranks}
         self._memory = TaskMemory(resolved.pool, routes)
         self._h2d = H2DStage(recipes=resolved.recipes, memory=self._memory, workers=self._workers, scope=self._scope)
+        lent = _lent(resolved.recipes, routes)
+        self._lends = frozenset(lent)
         self._prepare = PrepareStage(
             recipes=resolved.recipes, memory=self._memory, workers=self._workers, scope=self._scope, communicator=None,
-            verify=config.verify,
+            verify=config.verify, lends=lent,
         )  # fmt: skip
-        self._send = SendStage(tasks=self._tasks, memory=self._memory, routes=routes, on_receiver_error=self._receiver_lost)
+        self._send = SendStage(
+            tasks=self._tasks, memory=self._memory, routes=routes, on_receiver_error=self._receiver_lost, lent=lent
+        )
         self._barrier = GroupBarrier(None)
         self.driver = Driver(
             stages={"h2d": self._h2d, "prepare": self._prepare, "send": self._send},
@@ -212,7 +218,10 @@ class Wiring:
         targets = frozenset(receiver.target for receiver in task.receivers) & live
         stages: list[StageName] = ["h2d"] if task.file_bytes else []
         stages += ["prepare", *(["send"] if targets else [])]  # type: ignore[list-item]
-        return TaskSpec(index=task.index, group=task.group, tmp_bytes=task.tmp_bytes, stages=tuple(stages), targets=targets)
+        return TaskSpec(
+            index=task.index, group=task.group, tmp_bytes=task.tmp_bytes, stages=tuple(stages), targets=targets,
+            lends=bool(targets) and task.index in self._lends,
+        )  # fmt: skip
 
     def drop_targets(self, targets: Iterable[int]) -> None:
         """Send nothing more to ``targets``; their links close."""
@@ -305,6 +314,16 @@ def transport_kinds(
     if problems:
         raise PlanError(problems)
     return kinds
+
+
+def _lent(recipes: Mapping[int, Recipe], routes: Mapping[ReceiverId, Sender]) -> dict[int, dict[int, torch.Tensor]]:
+    """Tasks that are sent, in part, straight from the trainer's memory: nobody needs their buckets in one place."""
+    found = {}
+    for index, recipe in recipes.items():
+        lent = recipe.assembly.lent if recipe.assembly is not None else {}
+        if lent and not any(routes[receiver].in_place for receiver in recipe.task.receivers):
+            found[index] = lent
+    return found
 
 
 def _file_buffers(manifest: Manifest) -> frozenset[int]:

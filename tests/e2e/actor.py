@@ -192,6 +192,10 @@ def main(role: str, control: socket.socket) -> int:
     async def live() -> None:
         if role == "source":
             from source_actor import SourceActor as Kind
+        elif role == "tp_source":
+            from tp_actor import TpSource as Kind
+        elif role == "tp_target":
+            from tp_actor import TpTarget as Kind
         else:
             from target_actor import TargetActor as Kind
         loop = asyncio.get_running_loop()

@@ -254,11 +254,11 @@ class Cluster:
         await worker.open()
         return worker
 
-    async def source(self, ranks: int, *, build: dict[str, Any]) -> Source:
+    async def source(self, ranks: int, *, build: dict[str, Any], role: str = "source") -> Source:
         """A source of ``ranks`` ranks; ``build`` as in `SourceActor.do_build`."""
         self._names += 1
         store = self.folder / f"store-{self._names}"
-        source = Source(ranks=[await self.worker("source", f"source{rank}") for rank in range(ranks)])
+        source = Source(ranks=[await self.worker(role, f"source{rank}") for rank in range(ranks)])
         inits = [w.call("init", rank=r, world_size=ranks, store=str(store)) for r, w in enumerate(source.ranks)]
         await asyncio.gather(*inits)
         await source.all("build", **build)
@@ -279,11 +279,12 @@ class Cluster:
         initial_version: int | None = None,
         listen: Sequence[str] | None = None,
         group: bool = False,
+        role: str = "target",
     ) -> Target:
         """A target of ``ranks`` ranks; ``build`` as in `TargetActor.do_build`; ``group``: with a process group of its own."""
         target = Target(
             name=name,
-            ranks=[await self.worker("target", f"{name}-{rank}") for rank in range(ranks)],
+            ranks=[await self.worker(role, f"{name}-{rank}") for rank in range(ranks)],
             listen=list(listen or [f"unix:{self.folder}/{name}-{rank}.sock" for rank in range(ranks)]),
         )
         if group:

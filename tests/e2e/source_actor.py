@@ -79,6 +79,16 @@ class SourceActor(Actor):
         assert free or not check_free
         return {**as_json(report), "took_s": time.monotonic() - began}
 
+    async def do_push_and_step(self, version: int) -> dict[str, Any]:
+        """Push, and overwrite the weights as soon as the source is said to be free."""
+        handle = self.engine.start_push(version)
+        await handle.source_free
+        early = not handle.result.done()
+        models.advance(self.model, 1000)
+        report = await handle.result
+        models.advance(self.model, -1000)
+        return {**as_json(report), "early": early}
+
     async def do_close(self, blocking: bool = False) -> None:
         if blocking:
             await asyncio.to_thread(self.engine.close_blocking)
@@ -153,6 +163,12 @@ def as_json(report: PushReport) -> dict[str, Any]:
         "landing_bytes": report.landing_bytes,
         "busy_s": {name: stage.busy_s for name, stage in report.stages.items()},
         "text": str(report),
+        "routing": {
+            "messages": report.routing.messages,
+            "moved": report.routing.moved_nbytes,
+            "gathered": report.routing.gathered_tensors,
+            "direct": report.routing.direct_tensors,
+        },
         "targets": {
             address: {
                 "ok": target.ok,

@@ -148,16 +148,15 @@ async def test_streamed_serves_nothing_while_it_lands_and_passes_wait(targets):
     target.leader.gate.leave()
 
 
-async def test_a_commit_waits_for_the_passes_that_run(targets):
+async def test_a_commit_waits_for_the_passes_that_run(targets, until):
     target = await targets(world=2, version=1)
     assert (await target.source.prepare(2)).status == "ready"
     target.deliver(2)
     with target.receivers[1].gate.forward() as version:
         completing = asyncio.create_task(target.source.complete(2))
+        await until(lambda: target.receivers[1].gate.version is None)  # the pause has reached this rank
         with pytest.raises(NotServing):
-            while True:  # until the pause has reached this rank
-                with target.receivers[1].gate.forward(0.0):
-                    await asyncio.sleep(0.005)
+            target.receivers[1].gate.enter(0.0)
         assert version == 1
         assert target.hold(1)
         assert not completing.done()
@@ -165,12 +164,13 @@ async def test_a_commit_waits_for_the_passes_that_run(targets):
     assert target.hold(2)
 
 
-async def test_all_ranks_vote_before_any_commits(targets):
+async def test_all_ranks_vote_before_any_commits(targets, until):
     target = await targets(world=4, version=1)
     assert (await target.source.prepare(2)).status == "ready"
     target.deliver(2, ranks=[0, 1, 3])
     completing = asyncio.create_task(target.source.complete(2))
-    await asyncio.sleep(0.2)  # time in which a commit that does not wait would be seen
+    machine = target.leader._leader._machine
+    await until(lambda: (machine.step, machine.waiting) == ("vote", {2}))  # the other three have said yes
     assert not completing.done()
     assert target.states() == [("UPDATING", 1)] * 4
     assert target.hold(1)
@@ -296,6 +296,46 @@ async def test_another_source_has_to_wait_and_the_same_one_may_begin_again(targe
     target.deliver(2)
     assert (await other.complete(2)).success
     await other.close()
+
+
+async def test_a_source_that_does_not_watch_cannot_begin_a_push(targets):
+    """It went away, and its prepare came late: nobody would end what it begins."""
+    target = await targets(version=1)
+    reply = await target.source.prepare(2, source_incarnation="source", timeout_s=0.2)
+    assert (reply.status, reply.error) == ("error", "ProtocolError")
+    assert "does not watch this target" in reply.message
+    assert target.states() == [("COMMITTED", 1)]
+    await target.push(2)  # of a source that does not say who it is: nothing is known of it
+
+
+async def test_a_watch_may_begin_just_after_the_prepare(targets):
+    target = await targets(version=1)
+    preparing = asyncio.create_task(target.source.prepare(2, source_incarnation="source"))
+    watch = asyncio.create_task(target.source.client.watch())
+    assert (await preparing).status == "ready"
+    target.deliver(2)
+    assert (await target.source.complete(2)).success
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+
+
+async def test_a_source_that_has_stopped_watching_is_refused_at_once(targets, until):
+    target = await targets(version=1)
+    opened = asyncio.Event()
+    watch = asyncio.create_task(target.source.client.watch(opened.set))
+    await opened.wait()
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+    await until(lambda: target.leader._leader._source_left)
+    async with asyncio.timeout(30):
+        reply = await target.source.prepare(2, source_incarnation="source", timeout_s=1000.0)
+    assert (reply.status, reply.error) == ("error", "ProtocolError")
+    await target.source.connect()
+    watch = asyncio.create_task(target.source.client.watch())
+    assert (await target.source.prepare(2, source_incarnation="source")).status == "ready"
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+    await until(lambda: target.states() == [("COMMITTED", 1)])
 
 
 async def test_calls_out_of_order(targets, rig):

@@ -6,6 +6,7 @@ The test is the source. Ranks kill or stop themselves at a step of their own fen
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 
 import pytest
@@ -164,3 +165,23 @@ async def test_the_source_dies_in_the_middle_of_a_push(pair, until, rig):
     await another.close()
     for rank in ranks:
         await looks(rank, until, "COMMITTED", holds=2)
+
+
+async def test_a_target_that_was_stopped_before_prepare_does_not_begin_a_push_of_the_past(rig, run_dir, processes, until):
+    """It goes on when its source has given it up, and finds the prepare in its socket."""
+    leader = await processes(rank=0, listen=f"unix:{run_dir}/0.sock", world=1, version=1)
+    source = rig.ShmSource(leader.address)
+    await until(lambda: ready(source))
+    await source.connect()
+    os.kill(leader.pid, signal.SIGSTOP)
+    # What a source does whose watch was not answered in time: the watch is closed, and so is the call.
+    watch = asyncio.create_task(source.client.watch())
+    preparing = asyncio.create_task(source.prepare(2, source_incarnation="source", timeout_s=20.0))
+    await until(lambda: len(source.client._session.connector._acquired) == 2)  # both have been sent
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+    os.kill(leader.pid, signal.SIGCONT)
+    reply = await preparing
+    assert (reply.status, reply.error) in {("error", "ProtocolError"), ("error", "SourceRankLost")}
+    assert (await looks(leader, until, "COMMITTED", holds=1))["state"] == "COMMITTED"
+    await source.close()

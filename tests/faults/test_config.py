@@ -36,6 +36,8 @@ BAD = [
     ({"poll_interval_s": None}, "poll_interval_s is None"),
     ({"landing": "magic"}, "landing is 'magic'; choose one of staged, streamed, mapped"),
     ({"transport": "carrier pigeon"}, "transport is 'carrier pigeon'"),
+    ({"route": "scenic"}, "route is 'scenic'; choose one of auto, gather, direct"),
+    ({"landing": "mapped", "route": "direct"}, "route 'direct' has none"),
     ({"in_flight": "panic"}, "in_flight is 'panic'"),
     ({"landing": "mapped", "transport": "gloo"}, "landing 'mapped' needs shared memory"),
     ({"bind_host": "0.0.0.0"}, "beyond loopback and secret is not set"),

@@ -140,7 +140,7 @@ async def test_a_single_owner_would_be_seen(start_target, connect, kit, monkeypa
 
     from syncline.scheduler import plan
 
-    monkeypatch.setattr(plan, "choose_owners", lambda patterns, first, item, contributor: np.zeros(len(item), np.int64))
+    monkeypatch.setattr(plan, "choose_owners", lambda patterns, first, item, contributor, **more: np.zeros(len(item), np.int64))
     whole = kit.stamped({f"layer.{i}": (8, 32) for i in range(12)})
     model = kit.Bag(kit.poisoned(whole))
     pusher = await connect(kit.row_shards(whole, 4), [await start_target(model)], bucket_bytes=2048)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +122,109 @@ def alone() -> Callable[..., list[int]]:
         return model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
 
     return generate
+
+
+class Peer:
+    """A process that knows only the two-phase document (`two_phase_peer.py`): ``await peer(command, **arguments)``."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).parent / "two_phase_peer.py"
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-W", "ignore", str(script)], stdin=pipe, stdout=pipe)
+
+    async def __call__(self, do: str, **command: Any) -> Any:
+        return await asyncio.to_thread(self.ask, {"do": do, **command})
+
+    def ask(self, command: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
+        assert self.process.stdout is not None
+        answer = json.loads(self.process.stdout.readline())
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["ok"]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def lasting_peer() -> Iterator[Peer]:
+    """One for all tests of a module: it takes seconds to start."""
+    peer = Peer()
+    yield peer
+    peer.kill()
+
+
+@pytest.fixture
+def peers(lasting_peer: Peer) -> Iterator[Callable[..., Peer]]:
+    """``peers()``: another `Peer`; ``fresh``: one that the test may kill."""
+    free, made = [lasting_peer], []
+
+    def take(*, fresh: bool = False) -> Peer:
+        if free and not fresh:
+            return free.pop()
+        made.append(Peer())
+        return made[-1]
+
+    yield take
+    for peer in made:
+        peer.kill()
+    if not free:
+        lasting_peer.ask({"do": "leave"})
+
+
+@pytest.fixture(scope="session")
+def two_phase_rig() -> ModuleType:
+    """`two_phase_rig.py`: imported here, so that only its tests need a server for ASGI apps."""
+    spec = importlib.util.spec_from_file_location("syncline_tests_two_phase_rig", Path(__file__).with_name("two_phase_rig.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+async def serve(two_phase_rig: ModuleType) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    """``await serve(seed, **options)``: a server whose model has the weights of this seed."""
+    made = []
+
+    async def start(seed: int = 0, **options: Any) -> Any:
+        made.append(two_phase_rig.Server(seed, **options))
+        await made[-1].start()
+        return made[-1]
+
+    yield start
+    for server in made:
+        await server.close()
+
+
+@pytest.fixture
+async def serve_app(two_phase_rig: ModuleType) -> AsyncIterator[Callable[[Any], Awaitable[list[Any]]]]:
+    """``await serve_app(app)``: serves an ASGI app; host and port."""
+    made = []
+
+    async def start(app: Any) -> list[Any]:
+        made.append(two_phase_rig.Web(app))
+        await made[-1].start()
+        http: list[Any] = made[-1].http
+        return http
+
+    yield start
+    for web in made:
+        await web.close()
+
+
+@pytest.fixture
+def source_of(two_phase_rig: ModuleType, peers: Callable[..., Peer], tmp_path: Path) -> Callable[..., Awaitable[Any]]:
+    """``await source_of(server, seed)``: a document-only source with the weights of this seed; ``fresh``: to be killed."""
+
+    async def start(server: Any, seed: int = 1, *, fresh: bool = False) -> Any:
+        source = two_phase_rig.Source(peers(fresh=fresh), server, tmp_path)
+        await source.load(seed)
+        return source
+
+    return start

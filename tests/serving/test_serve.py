@@ -76,7 +76,7 @@ async def started(tmp_path, tiny):
 
 
 async def test_it_serves_and_ends_gracefully(started, tmp_path):
-    process, addresses, ready = await started("--initial-version", "4")
+    process, addresses, ready = await started("--initial-version", "4", "--two-phase")
     assert addresses["control"] == f"unix:{tmp_path}/control.sock"
     assert addresses["pid"] == process.pid
     async with aiohttp.ClientSession(addresses["http"]) as client:
@@ -84,6 +84,10 @@ async def test_it_serves_and_ends_gracefully(started, tmp_path):
             assert (await response.json())["versions"] == [{"version": 4, "start": 0, "end": 5}]
         async with client.get("/version") as response:
             assert await response.json() == {"version": 4, "state": "COMMITTED"}
+        async with client.get("/ready") as response:
+            assert (response.status, (await response.json())["state"]) == (200, "SERVING")
+        async with client.post("/complete_weights_update", json={"group_name": "g"}) as response:
+            assert (await response.json())["message"] == "Process group not initialized"
     process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(30):
         assert await process.wait() == 0

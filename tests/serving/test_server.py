@@ -176,6 +176,30 @@ async def test_fenced_until_the_first_commit(serve):
     assert (status, reply["versions"]) == (200, [{"version": 3, "start": 0, "end": 2}])
 
 
+async def probe(client, path):
+    async with client.get(path) as response:
+        return response.status, (await response.json())["state"]
+
+
+async def test_alive_and_ready_are_two_questions(serve):
+    engine, client = await serve(version=None)
+    assert await probe(client, "/health") == (200, "FENCED")  # restarting it would not help
+    assert await probe(client, "/ready") == (503, "FENCED")
+    await engine.resume(3)
+    assert (await probe(client, "/health"), await probe(client, "/ready")) == ((200, "SERVING"), (200, "SERVING"))
+    await engine.pause("keep")
+    assert await probe(client, "/ready") == (200, "UPDATING")  # what comes waits for the end of the update
+    await engine.resume(4)
+    await post(client, "/pause")
+    assert (await probe(client, "/health"), await probe(client, "/ready")) == ((200, "HELD"), (503, "HELD"))
+    await post(client, "/resume")
+    await engine.fence("by the test")
+    async with client.get("/ready") as response:
+        assert (response.status, await response.json()) == (503, {"ready": False, "state": "FENCED", "version": None})
+    await engine.close()
+    assert (await probe(client, "/health"), await probe(client, "/ready")) == ((503, "CLOSED"), (503, "CLOSED"))
+
+
 async def test_a_full_queue_and_a_late_answer(serve):
     engine, client = await serve(max_waiting=1)
     assert (await post(client, "/pause"))[0] == 200
