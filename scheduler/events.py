@@ -34,6 +34,7 @@ class TaskSpec:
         targets: the targets that get the task. The send is skipped once all of them are lost.
         reads_source: whether the task reads the trainer's storage: until its ``prepare`` ends, or, where it has none
             (zero copy), until its last stage ends.
+        lends: its ``send`` reads the trainer's storage too, so that it does so until its last stage ends.
     """
 
     index: int
@@ -42,6 +43,7 @@ class TaskSpec:
     stages: tuple[StageName, ...]
     targets: frozenset[int]
     reads_source: bool = True
+    lends: bool = False
 
 
 class LostTarget(NamedTuple):

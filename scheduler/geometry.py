@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from .columns import Ints, ints
+from .cutting import cut_boxes
 from .leaves import leaf_grid, split
 from .naming import Canonical
 from .options import PlanOptions
@@ -60,7 +61,6 @@ class _Surveyor:
         # large tensor keeps one rank busy when all others are done.
         shared_out = self._world > 1 and options.landing != "mapped"
         self._fair = max(1, landed // (4 * self._world)) if shared_out else max(1, landed)
-        self._cut = np.array([_may_cut(holder, options) for holder in sides.receiving], bool)
         self._items: list[Items] = []
         self._units: list[Units] = []
         self._fragments: list[Fragments] = []
@@ -113,11 +113,11 @@ class _Surveyor:
         cell_layouts = groups(cells.cell, held.layout[cells.box], len(cells.lo))
         cell_set = ints([self._holder_set(key) for key in cell_layouts])
         everywhere = np.array([sum(len(self._sources[i].ranks) for i in key) == self._world for key in cell_layouts])
-        items, wants = self._make_items(wanted, met)
+        items, wants = self._make_items(wanted, met, cell_set)
         units = self._make_units(items, held, 0 if everywhere.all() else len(cells.lo), ndim)
         fragments, cell = _make_fragments(items, units, cells, cell_set)
         holds = _make_holds(held, cells, fragments, cell=cell, units=units, wire=items.dtype[units.item[fragments.unit]])
-        gathered = ~everywhere[cell] & ~items.cut[units.item[fragments.unit]]
+        gathered = ~everywhere[cell] & ~items.held[units.item[fragments.unit]]
         units = units._replace(staging=_staging(fragments, holds, gathered, len(units.item)))
         self._items.append(items)
         self._wants.append(wants._replace(item=wants.item + self._item_count))
@@ -128,32 +128,31 @@ class _Surveyor:
         self._fragment_count += len(fragments.nbytes)
         self._unit_first.append(self._unit_first[-1] + len(units.item))
 
-    def _make_items(self, wanted: Held, met: Pairs) -> tuple[Items, Wants]:
-        """Distinct (box, wire type) of what target layouts want: whole, or cut at the cells."""
-        cut = self._cut[wanted.layout]
-        whole, pieces = np.flatnonzero(~cut), np.flatnonzero(cut[met.a])
-        row = np.concatenate([whole, met.a[pieces]])
-        low = np.vstack([wanted.lo[whole], met.lo[pieces]])
-        high = np.vstack([wanted.hi[whole], met.hi[pieces]])
-        keys = np.hstack([low, high - low, wanted.dtype[row][:, None], cut[row][:, None]])
-        distinct, item = np.unique(keys, axis=0, return_inverse=True)
+    def _make_items(self, wanted: Held, met: Pairs, cell_set: Ints) -> tuple[Items, Wants]:
+        """Distinct (box, wire type) of what target layouts want: whole, or cut at the source's shards."""
+        nbytes = volumes(wanted.lo, wanted.hi) * _SIZES[wanted.dtype]
+        cut = cut_boxes(wanted.lo, wanted.hi, nbytes, uncut=wanted.mark, met=met, cell_set=cell_set, options=self._options)
+        row, size = cut.row, cut.hi - cut.lo
+        keys = np.hstack([cut.lo, size, wanted.dtype[row][:, None], cut.held[:, None]])
+        distinct, first, item = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         item = item.reshape(-1)
         order = np.lexsort((row, wanted.layout[row], item))
         wants = Wants(item[order], wanted.layout[row[order]], row[order])
         shape, dtype = distinct[:, self._depth : -2], distinct[:, -2]
         nbytes = np.prod(shape, axis=1, dtype=np.int64) * _SIZES[dtype]
         audience = ints([self._audience(key) for key in groups(wants.item, wants.layout, len(distinct))])
-        return Items(distinct[:, : self._depth], shape, dtype, nbytes, audience, distinct[:, -1].astype(bool)), wants
+        items = Items(distinct[:, : self._depth], shape, dtype, nbytes, audience, distinct[:, -1].astype(bool), cut.why[first])
+        return items, wants
 
     def _make_units(self, items: Items, held: Held, gathered: int, ndim: int) -> Units:
         """Items, or their parts where an item is larger than a bucket may be."""
         numbers: list[tuple[int, ...]] = []
         boxes: list[tuple[int, ...]] = []
         pads = (0,) * (self._depth - ndim), (1,) * (self._depth - ndim)
-        rows = zip(items.shape.tolist(), items.dtype.tolist(), items.audience.tolist(), items.cut.tolist(), strict=True)
-        for i, (shape, dtype, audience, cut) in enumerate(rows):
+        rows = zip(items.shape.tolist(), items.dtype.tolist(), items.audience.tolist(), items.held.tolist(), strict=True)
+        for i, (shape, dtype, audience, local) in enumerate(rows):
             grid = leaf_grid(tuple(shape[:ndim]), SIZES[dtype], self._options.leaf_bytes)
-            limit = self._limit(held, SIZES[dtype], grid.nbytes, 0 if cut else gathered)
+            limit = self._limit(held, SIZES[dtype], grid.nbytes, 0 if local else gathered)
             receivers = sum(len(self._receiving[layout].ranks) for layout in self._audience.keys[audience])
             parts = split(grid, min(limit, self._fair // receivers))
             for p in parts:
@@ -169,17 +168,13 @@ class _Surveyor:
         Each byte may cost a rank one in the bucket, one in packed messages, and what a mapped file's copy takes.
         """
         options = self._options
-        copied = int(_SIZES[held.dtype[held.file]].max(initial=0))
+        copied = int(_SIZES[held.dtype[held.mark]].max(initial=0))
         cost = (not options.in_landing) + (gathered > 0) + copied / itemsize
         if cost == 0:
             return options.bucket_bytes
         room = options.max_tmp_bytes // options.min_tasks_in_flight
         padding = PACK_ALIGN * (1 + int(gathered * min(1.0, room / cost / nbytes)))
         return min(options.bucket_bytes, int(min(room, options.max_tmp_bytes - padding) / cost))
-
-
-def _may_cut(holder: Holder, options: PlanOptions) -> bool:
-    return options.route == "direct" and options.landing != "mapped" and not holder.layout.whole_tensors
 
 
 def _landed(sides: Sides, wanted: Rows) -> int:
@@ -210,8 +205,8 @@ def _make_holds(held: Held, cells: Cells, fragments: Fragments, *, cell: Ints, u
     shape, unit = fragments.shape[fragment], fragments.unit[fragment]
     direct = contiguous(shape, held.strides[row]) & contiguous(shape, row_steps(units.shape[unit]))
     direct &= (held.dtype[row] == wire[fragment]) & (fragments.nbytes[fragment] >= DIRECT_NBYTES)
-    direct &= ~held.file[row]
-    copied = np.prod(shape, axis=1, dtype=np.int64) * _SIZES[held.dtype[row]] * held.file[row]
+    direct &= ~held.mark[row]
+    copied = np.prod(shape, axis=1, dtype=np.int64) * _SIZES[held.dtype[row]] * held.mark[row]
     return Holds(fragment, held.layout[row], row, direct, copied)
 
 

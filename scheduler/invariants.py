@@ -152,7 +152,8 @@ def _source(machine: PipelineMachine, push: PushRecord) -> Iterator[str]:
     reading = [spec.index for spec in pending if spec.reads_source]
     for record in [*push.active.values(), *late.values()]:
         stages = record.spec.stages
-        last = stages.index("prepare") if "prepare" in stages else len(stages) - 1
+        early = "prepare" in stages and not record.spec.lends
+        last = stages.index("prepare") if early else len(stages) - 1
         if record.spec.reads_source and record.ended <= last:
             reading.append(record.spec.index)
     if push.source_free == bool(reading):

@@ -49,6 +49,7 @@ class Layout:
         aliases: other names of tensors: alias -> name. Both name the same content (tied weights).
         optional: names that the other side need not have (a target keeps what it holds) or want (a source).
         whole_tensors: this target's loader transforms whole boxes: they are never cut at the source's shards.
+        uncut: names of which that holds, where it does not hold of all.
         movable: this target's parameters may be pointed at other memory (``mapped``).
 
     Raises:
@@ -62,10 +63,12 @@ class Layout:
     optional: frozenset[str] = frozenset()
     whole_tensors: bool = False
     movable: bool = False
+    uncut: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "aliases", dict(self.aliases))
         object.__setattr__(self, "optional", frozenset(self.optional))
+        object.__setattr__(self, "uncut", frozenset(self.uncut))
         pieces = self.pieces
         if not len(pieces):
             return
@@ -93,6 +96,7 @@ class Layout:
             optional=sorted(self.optional),
             whole_tensors=self.whole_tensors,
             movable=self.movable,
+            uncut=sorted(self.uncut),
         )
         return msgspec.msgpack.encode(wire)
 
@@ -107,8 +111,8 @@ class Manifest:
     """All pieces that one rank holds (source) or must receive (target): who it is, and its `Layout`.
 
     ``Manifest(rank=…, world_size=…, host=…, tensors=…, pieces=…, buffers=…, aliases=…, optional=…, whole_tensors=…,
-    movable=…, fingerprint=…)`` builds the layout from small tuples or tables; ``Manifest(…, layout=layout)`` shares one.
-    With both, the parts that are given replace those of ``layout``.
+    movable=…, uncut=…, fingerprint=…)`` builds the layout from small tuples or tables; ``Manifest(…, layout=layout)`` shares
+    one. With both, the parts that are given replace those of ``layout``.
 
     Attributes:
         rank, world_size: place in the source, or in its target.
@@ -138,6 +142,7 @@ class Manifest:
         optional: Iterable[str] | None = None,
         whole_tensors: bool | None = None,
         movable: bool | None = None,
+        uncut: Iterable[str] | None = None,
     ) -> None:
         parts = {
             "tensors": tensors if tensors is None or isinstance(tensors, TensorTable) else TensorTable.of(tensors),
@@ -147,6 +152,7 @@ class Manifest:
             "optional": optional if optional is None else frozenset(optional),
             "whole_tensors": whole_tensors,
             "movable": movable,
+            "uncut": uncut if uncut is None else frozenset(uncut),
         }
         given = {name: value for name, value in parts.items() if value is not None}
         base = {name: getattr(layout, name) for name in parts} if layout is not None else {}
@@ -187,6 +193,10 @@ class Manifest:
     @property
     def movable(self) -> bool:
         return self.layout.movable
+
+    @property
+    def uncut(self) -> frozenset[str]:
+        return self.layout.uncut
 
     @cached_property
     def digest(self) -> str:
@@ -231,6 +241,7 @@ class _LayoutWire(msgspec.Struct, array_like=True, forbid_unknown_fields=True, k
     optional: list[str]
     whole_tensors: bool
     movable: bool
+    uncut: list[str]
 
 
 class _ManifestWire(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_only=True):
@@ -265,6 +276,7 @@ class _Decoder:
             optional=frozenset(wire.optional),
             whole_tensors=wire.whole_tensors,
             movable=wire.movable,
+            uncut=frozenset(wire.uncut),
         )
 
     def _table(self, kind: type[AnyTable], data: bytes) -> AnyTable:

@@ -269,7 +269,7 @@ class PipelineMachine:
         if stage == "prepare":
             push.prepared[record.spec.group] += 1
         record.end_stage()
-        if record.reading and (stage == "prepare" or record.stage is None):
+        if record.reading and ((stage == "prepare" and not record.spec.lends) or record.stage is None):
             record.reading = False
             push.readers -= 1
         if record.stage is None or (record.stage == "send" and not push.wanted(record.spec)):

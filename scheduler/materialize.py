@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -26,7 +27,7 @@ from .programs import (
     TargetProgram,
     TargetTask,
 )
-from .regions import row_steps
+from .regions import expand, row_steps
 from .rows import DTYPES, SIZES, Places
 from .sides import Sides
 
@@ -41,6 +42,7 @@ class Routes:
     sides: Sides
     names: tuple[str, ...]
     ndim: Ints
+    shape: Ints
     held: Places
     wanted: Places
     patterns: Patterns
@@ -66,37 +68,43 @@ class _Draft:
 
     def __init__(self, routes: Routes) -> None:
         self.routes = routes
-        self._names: dict[tuple[int, int], int] = {}
-        self._segments: dict[int, Segment] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
 
-    def segment(self, row: int) -> Segment:
-        """Segment ``row`` of the plan."""
-        known = self._segments.get(row)
-        return known if known is not None else self._segments.setdefault(row, self._segment(row))
+    def segments(self, rows: Ints) -> Iterator[Segment]:
+        """Segments of the plan, by their rows. Items are numbered in order of first use."""
+        routes, units, items = self.routes, self.routes.patterns.units, self.routes.patterns.items
+        tensor, unit = routes.segments.tensor[rows], routes.segments.unit[rows]
+        item = units.item[unit]
+        keys = zip(*_lists(tensor, item, routes.ndim[tensor], items.dtype[item], routes.segments.offset[rows]), strict=True)
+        boxes = zip(*_lists(items.start[item], items.shape[item], units.start[unit], units.shape[unit]), strict=True)
+        leaves = zip(
+            *_lists(units.nbytes[unit], units.first_leaf[unit], units.blocks[unit], units.block_nbytes[unit],
+                    units.leaf_nbytes[unit]), strict=True,
+        )  # fmt: skip
+        for (t, i, n, code, offset), (a, b, c, d), (nbytes, *counts) in zip(keys, boxes, leaves, strict=True):
+            name, dtype = routes.names[t], DTYPES[code]
+            whole, box = Box(start=tuple(a[:n]), shape=tuple(b[:n])), Box(start=tuple(c[:n]), shape=tuple(d[:n]))
+            first, blocks, block_nbytes, leaf_nbytes = counts
+            yield Segment(
+                item=self._numbers.setdefault((t, i), len(self._numbers)),
+                name=name,
+                box=box,
+                dtype=dtype,
+                offset=offset,
+                nbytes=nbytes,
+                leaves=Leaves(
+                    item_uid=item_uid(name, dtype, whole),
+                    first=first,
+                    blocks=blocks,
+                    block_nbytes=block_nbytes,
+                    leaf_nbytes=leaf_nbytes,
+                ),
+            )
 
-    def _segment(self, row: int) -> Segment:
-        routes, patterns = self.routes, self.routes.patterns
-        t, u = int(routes.segments.tensor[row]), int(routes.segments.unit[row])
-        item, n, name = int(patterns.units.item[u]), int(routes.ndim[t]), routes.names[t]
-        dtype = DTYPES[patterns.items.dtype[item]]
-        whole = _box(patterns.items.start[item], patterns.items.shape[item], n)
-        units = patterns.units
-        leaves = Leaves(
-            item_uid=item_uid(name, dtype, whole),
-            first=int(units.first_leaf[u]),
-            blocks=int(units.blocks[u]),
-            block_nbytes=int(units.block_nbytes[u]),
-            leaf_nbytes=int(units.leaf_nbytes[u]),
-        )
-        return Segment(
-            item=self._names.setdefault((t, item), len(self._names)),
-            name=name,
-            box=_box(units.start[u], units.shape[u], n),
-            dtype=dtype,
-            offset=int(routes.segments.offset[row]),
-            nbytes=int(units.nbytes[u]),
-            leaves=leaves,
-        )
+
+def _lists(*columns: Ints) -> list[list[Any]]:
+    """Columns as lists: a number of numpy's costs ten times as much to take out one by one."""
+    return [column.tolist() for column in columns]
 
 
 def item_uid(name: str, dtype: str, box: Box) -> int:
@@ -176,7 +184,9 @@ class _SourceDraft(_Draft):
         routes = self.routes
         first = np.searchsorted(self._task, self._mine).tolist()
         stop = np.searchsorted(self._task, self._mine, side="right").tolist()
-        tasks = (self._make(place, range(a, b)) for place, (a, b) in enumerate(zip(first, stop, strict=True)))
+        rows, _ = _segment_rows(routes.tasks, self._mine[routes.tasks.owner[self._mine] == self._rank])
+        segments = self.segments(rows)
+        tasks = (self._make(place, range(a, b), segments) for place, (a, b) in enumerate(zip(first, stop, strict=True)))
         return SourceProgram(
             plan_digest=digest,
             rank=self._rank,
@@ -187,7 +197,7 @@ class _SourceDraft(_Draft):
             total_tasks=len(routes.tasks.owner),
         )
 
-    def _make(self, place: int, rows: range) -> SourceTask:
+    def _make(self, place: int, rows: range, segments: Iterator[Segment]) -> SourceTask:
         tasks, index = self.routes.tasks, int(self._mine[place])
         task = SourceTask(
             index=index,
@@ -201,11 +211,11 @@ class _SourceDraft(_Draft):
         if task.owner != self._rank:
             return replace(task, sends=tuple(self._messages(rows, receiving=False)))
         audience = self.routes.patterns.audiences[tasks.audience[index]]
-        segments = range(int(tasks.first[index]), int(tasks.first[index + 1]))
+        count = int(tasks.first[index + 1] - tasks.first[index])
         return replace(
             task,
             receivers=tuple(self.routes.sides.receivers[i] for i in audience),
-            segments=tuple(map(self.segment, segments)),
+            segments=tuple(itertools.islice(segments, count)),
             local=tuple(Copy(self._local[i], self._bucket(i)) for i in rows if self._message[i] < 0),
             receives=tuple(self._messages(rows, receiving=True)),
         )
@@ -243,11 +253,25 @@ class _TargetDraft(_Draft):
         routes, tasks = self.routes, self.routes.tasks
         offsets, total = self._lay_out()
         owners = np.unique(tasks.owner[self._tasks])
-        made = (self._make(t, at) for t, at in zip(self._tasks.tolist(), offsets.tolist(), strict=True))
+        landings = self._landings(offsets)
+        counts = (tasks.first[self._tasks + 1] - tasks.first[self._tasks]).tolist()
+        facts = zip(*_lists(self._tasks, tasks.owner[self._tasks], tasks.nbytes[self._tasks], offsets,
+                            tasks.shared_offset[self._tasks]), counts, strict=True)  # fmt: skip
+        made = tuple(
+            TargetTask(
+                index=index,
+                owner=owner,
+                nbytes=nbytes,
+                landing_offset=at,
+                shared_offset=shared,
+                landings=tuple(itertools.islice(landings, count)),
+            )
+            for index, owner, nbytes, at, shared, count in facts
+        )
         return TargetProgram(
             plan_digest=digest,
             receiver=routes.sides.receivers[self._receiver],
-            tasks=tuple(made),
+            tasks=made,
             landing_nbytes=total,
             owners=tuple(owners.tolist()),
             shared_nbytes=tuple(routes.landing_nbytes[owners].tolist()),
@@ -265,40 +289,40 @@ class _TargetDraft(_Draft):
         whole = np.where(chain < 0, tasks.nbytes[self._tasks], item_nbytes)
         return lay_out(chain, np.where(chain < 0, 0, units.offset[unit]), whole)
 
-    def _make(self, index: int, landing_offset: int) -> TargetTask:
-        tasks = self.routes.tasks
-        shared = int(tasks.shared_offset[index])
-        rows = range(int(tasks.first[index]), int(tasks.first[index + 1]))
-        return TargetTask(
-            index=index,
-            owner=int(tasks.owner[index]),
-            nbytes=int(tasks.nbytes[index]),
-            landing_offset=landing_offset,
-            shared_offset=shared,
-            landings=tuple(self._landing(row, landing_offset, shared) for row in rows),
-        )
-
-    def _landing(self, row: int, landing_offset: int, shared_offset: int) -> Landing:
-        routes, segment = self.routes, self.segment(row)
-        item = routes.patterns.units.item[routes.segments.unit[row]]
-        key = item * len(routes.sides.receiving) + self._holder
+    def _landings(self, offsets: Ints) -> Iterator[Landing]:
+        """Of all segments of its tasks, in order. ``offsets``: of the tasks, in this receiver's landing space."""
+        routes, tasks = self.routes, self.routes.tasks
+        rows, place = _segment_rows(tasks, self._tasks)
+        key = routes.patterns.units.item[routes.segments.unit[rows]] * len(routes.sides.receiving) + self._holder
         first, stop = np.searchsorted(self._want_key, key), np.searchsorted(self._want_key, key, side="right")
-        rows = routes.wanted.first[routes.segments.tensor[row]] + routes.patterns.wants.row[first:stop]
-        pieces = tuple(routes.wanted.piece[rows].tolist())
-        return Landing(
-            segment=segment,
-            dests=tuple(self._dest(piece, segment.box) for piece in pieces),
-            pieces=pieces,
-            landing_offset=landing_offset + segment.offset,
-            shared_offset=shared_offset + segment.offset,
-        )
+        dests = self._dests(rows, first, stop)
+        at = routes.segments.offset[rows]
+        spaces = _lists(offsets[place] + at, tasks.shared_offset[self._tasks][place] + at, stop - first)
+        for segment, private, shared, count in zip(self.segments(rows), *spaces, strict=True):
+            mine = list(itertools.islice(dests, count))
+            yield Landing(
+                segment=segment,
+                dests=tuple(region._replace(shape=segment.box.shape) for _, region in mine),
+                pieces=tuple(piece for piece, _ in mine),
+                landing_offset=private,
+                shared_offset=shared,
+            )
 
-    def _dest(self, index: int, box: Box) -> Region:
-        piece = self._layout.pieces[index]
-        place = box.relative_to(piece.box.start).start
-        offset = piece.offset + sum(i * s for i, s in zip(place, piece.strides, strict=True))
-        return Region(piece.buffer, offset, box.shape, piece.strides, piece.dtype)
+    def _dests(self, rows: Ints, first: Ints, stop: Ints) -> Iterator[tuple[int, Region]]:
+        """Pieces that the segments land in, and where (the shape is the segment's)."""
+        routes, pieces, units = self.routes, self._layout.pieces, self.routes.patterns.units
+        row, nth = expand(stop - first)
+        want = routes.patterns.wants.row[first[row] + nth]
+        piece = routes.wanted.piece[routes.wanted.first[routes.segments.tensor[rows]][row] + want]
+        strides, depth = pieces.strides[piece], pieces.start.shape[1]
+        inside = units.start[routes.segments.unit[rows]][row][:, :depth] - pieces.start[piece]
+        offset = pieces.offset[piece] + (inside * strides).sum(axis=1)
+        facts = _lists(piece, pieces.buffer[piece], offset, strides, pieces.ndim[piece], pieces.dtype[piece])
+        for index, buffer, at, steps, ndim, code in zip(*facts, strict=True):
+            yield index, Region(buffer, at, (), tuple(steps[:ndim]), pieces.dtypes[code])
 
 
-def _box(start: Ints, shape: Ints, ndim: int) -> Box:
-    return Box(start=tuple(start[:ndim].tolist()), shape=tuple(shape[:ndim].tolist()))
+def _segment_rows(tasks: Tasks, which: Ints) -> tuple[Ints, Ints]:
+    """Rows of the segments of some tasks, and the place of each one's task among them."""
+    place, nth = expand(tasks.first[which + 1] - tasks.first[which])
+    return tasks.first[which][place] + nth, place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Route = Literal["gather", "direct"]
+Route = Literal["auto", "gather", "direct"]
 LandingMode = Literal["staged", "streamed", "mapped"]
 
 
@@ -18,8 +18,10 @@ class PlanOptions:
             boundaries.
         max_tmp_bytes: watermark: no task may need more temporary bytes on any rank.
         route: ``gather`` has one rank assemble each part of a tensor; ``direct`` cuts what targets need at the source's
-            shard boundaries, so that each shard is sent by a rank that holds it and nothing is gathered. Targets that need
-            whole tensors, and ``mapped`` landing, are always served by ``gather``.
+            shard boundaries, so that each shard is sent by a rank that holds it and nothing is gathered; ``auto`` cuts where
+            the parts have at least ``leaf_bytes`` on average, and lets another rank assemble a part only if its holder would
+            else send well above the mean. What must not be cut (`Layout.whole_tensors`, `Layout.uncut`), and all of it in
+            ``mapped`` landing, is always gathered.
         leaf_bytes: size of digest leaves, and with it the smallest part.
         landing: ``mapped`` keeps all parts of a tensor with one owner, in one run of its landing space.
         shared_landing: buckets are assembled in landing memory, which is accounted apart: they cost no temporary bytes.

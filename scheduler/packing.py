@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
 
 from .columns import Ints, ints
+from .cutting import SMALL
 from .options import PlanOptions
 from .patterns import Patterns
 from .programs import ALIGN
+from .regions import Mask
 
 
 class Placed(NamedTuple):
@@ -47,15 +50,17 @@ class Segments(NamedTuple):
 def pack(placed: Placed, patterns: Patterns, options: PlanOptions, world: int) -> tuple[Tasks, Segments, Ints]:
     """Fill buckets and order them.
 
-    A bucket holds units of one mesh group, owner and audience. Groups follow each other; within a group the owners take
+    A bucket holds units of one mesh group, owner and audience; ``auto`` puts small things that are gathered into buckets of
+    their own, so that the others wait for nobody's messages. Groups follow each other; within a group the owners take
     turns, so that all of them send from the start. An owner's buckets follow the source's order of tensors.
 
     Returns:
         Tasks, segments, and the bytes of each owner's landing space.
     """
     audience = patterns.items.audience[patterns.units.item[placed.unit]]
-    order = np.lexsort((np.arange(len(audience)), audience, placed.owner, placed.group))
-    run = np.stack([placed.group[order], placed.owner[order], audience[order]], axis=1)
+    apart = (patterns.items.why[patterns.units.item[placed.unit]] == SMALL) & (options.route == "auto")
+    order = np.lexsort((np.arange(len(audience)), apart, audience, placed.owner, placed.group))
+    run = np.stack([placed.group[order], placed.owner[order], audience[order], apart[order]], axis=1)
     fresh = np.concatenate([[True], (run[1:] != run[:-1]).any(axis=1)])[: len(order)]
     bucket, offset = _fill(placed, order, fresh, patterns, options)
     opener = np.flatnonzero(np.diff(bucket, prepend=-1))  # first segment of each bucket
@@ -73,26 +78,37 @@ def pack(placed: Placed, patterns: Patterns, options: PlanOptions, world: int) -
     return Tasks(placed.group[head], owner, audience[head], nbytes, first, chain, shared), segments, totals
 
 
-def _fill(placed: Placed, order: Ints, fresh: Ints, patterns: Patterns, options: PlanOptions) -> tuple[Ints, Ints]:
+def _fill(placed: Placed, order: Ints, fresh: Mask, patterns: Patterns, options: PlanOptions) -> tuple[Ints, Ints]:
     """Bucket and offset of every unit in ``order``.
 
     Parts of a split item have a bucket each, so that they can lie without a gap in landing space.
     """
     units = patterns.units
     unit = placed.unit[order]
-    room = options.max_tmp_bytes // options.min_tasks_in_flight
+    nbytes, part = units.nbytes[unit], units.parts[unit] > 1
     weight = 0 if options.in_landing else 1
-    bucket, offset = [0] * len(order), [0] * len(order)
-    number, end, staged, closed = -1, 0, 0, True
-    rows = zip(units.nbytes[unit].tolist(), units.staging[unit].tolist(), (units.parts[unit] > 1).tolist(), strict=True)
-    for i, ((nbytes, staging, part), new) in enumerate(zip(rows, fresh.tolist(), strict=True)):
-        start = -(-end // ALIGN) * ALIGN
-        full = start + nbytes > options.bucket_bytes or weight * (start + nbytes) + staged + staging > room
-        if new or part or closed or full:
-            number, start, staged = number + 1, 0, 0
-        bucket[i], offset[i] = number, start
-        end, staged, closed = start + nbytes, staged + staging, part
-    return ints(bucket), ints(offset)
+    fresh = fresh | part
+    fresh[1:] |= part[:-1]
+    # Running sums: a unit's end, and what is staged up to it, are known for any bucket that begins somewhere before it.
+    at = np.cumsum(-(-nbytes // ALIGN) * ALIGN) - -(-nbytes // ALIGN) * ALIGN
+    staged = np.cumsum(units.staging[unit])
+    ends, needs = at + nbytes, weight * (at + nbytes) + staged
+    room = options.max_tmp_bytes // options.min_tasks_in_flight
+    starts: list[int] = []
+    for head, stop in itertools.pairwise([*np.flatnonzero(fresh).tolist(), len(order)]):
+        first = head
+        while first < stop:
+            starts.append(first)
+            if stop - first == 1:
+                break
+            spent = weight * at[first] + staged[first] - units.staging[unit[first]]
+            full = np.searchsorted(ends[first:stop], at[first] + options.bucket_bytes, side="right")
+            tight = np.searchsorted(needs[first:stop], spent + room, side="right")
+            first += max(1, min(int(full), int(tight)))
+    bucket = np.zeros(len(order), np.int64)
+    bucket[starts[1:]] = 1
+    bucket = np.cumsum(bucket)
+    return bucket, at - at[ints(starts)][bucket]
 
 
 def _take_turns(group: Ints, owner: Ints, opener: Ints) -> Ints:

@@ -31,14 +31,19 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Items(NamedTuple):
-    """``audience`` is an index into `Patterns.audiences`; ``cut`` tells items that only a rank that holds them may own."""
+    """``audience`` is an index into `Patterns.audiences`; ``held`` tells items that only a rank that holds them may own.
+
+    ``why`` is an index into `syncline.scheduler.cutting.WHY`: why the item is put together from several ranks' pieces, if it
+    is.
+    """
 
     start: Ints
     shape: Ints
     dtype: Ints
     nbytes: Ints
     audience: Ints
-    cut: Mask
+    held: Mask
+    why: Ints
 
 
 class Units(NamedTuple):
@@ -141,7 +146,7 @@ def groups(parent: Ints, values: Ints, parents: int) -> list[tuple[int, ...]]:
     return [tuple(dict.fromkeys(rows[a:b])) for a, b in itertools.pairwise(first)]
 
 
-_MASKS = frozenset({"cut", "direct"})
+_MASKS = frozenset({"held", "direct"})
 AnyTable = TypeVar("AnyTable", Items, Units, Fragments, Holds, Wants)
 
 

@@ -32,6 +32,7 @@ import xxhash
 from .balance import choose_owners, contributors
 from .columns import Ints
 from .coverage import check_dtypes, check_pieces
+from .explain import Explanation, explain
 from .gathering import check_watermark, gather
 from .geometry import survey
 from .layout import Manifest
@@ -43,8 +44,10 @@ from .patterns import Patterns
 from .problems import Problems
 from .programs import ReceiverId, SourceProgram, TargetProgram
 from .regions import Mask
-from .rows import Rows, tabulate
+from .routing import Routing, size, summarize
+from .rows import Rows, in_file, tabulate, uncut
 from .sides import Sides, meet
+from .traffic import Traffic, count
 
 __all__ = ["Plan", "PlanOptions", "TaskSummary", "build_plan"]
 
@@ -132,6 +135,20 @@ class Plan:
         return max(self.sent, default=0) / mean if mean else 1.0
 
     @cached_property
+    def routing(self) -> Routing:
+        """What goes straight from the ranks that hold it, what is gathered, and why."""
+        return summarize(self.routes)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes by pairs of ranks."""
+        return count(self.routes)
+
+    def explain(self, name: str) -> Explanation:
+        """What is done with tensor ``name``, part by part. Raises `KeyError` for a name that the plan does not move."""
+        return explain(self.routes, name)
+
+    @cached_property
     def tasks(self) -> tuple[TaskSummary, ...]:
         """All tasks in plan order."""
         routes, tasks, shares = self.routes, self.routes.tasks, self.routes.gather.shares
@@ -168,14 +185,13 @@ class Plan:
     def describe(self) -> str:
         """A few lines for people."""
         tensors = len(np.unique(self.routes.segments.tensor))
-        gathered = self.routes.gather.messages
         lines = [
             f"plan {self.digest}",
-            f"{tensors} tensors in {self.total_tasks} tasks of {len(self.groups)} mesh group(s), {_size(self.nbytes)}",
+            f"{tensors} tensors in {self.total_tasks} tasks of {len(self.groups)} mesh group(s), {size(self.nbytes)}",
             f"{self.world_size} source ranks, {len(self.routes.sides.targets)} targets, {len(self.receivers)} receivers",
-            f"gather: {_size(int(gathered.nbytes.sum()))} in {len(gathered.task)} messages ({gathered.direct.sum()} unpacked)",
-            f"bytes sent per rank: max/mean {self.balance:.3f}, max {_size(max(self.sent, default=0))}",
-            f"largest task: {_size(self.peak_task_tmp_bytes)} of the watermark {_size(self.options.max_tmp_bytes)}",
+            str(self.routing),
+            f"bytes sent per rank: max/mean {self.balance:.3f}, max {size(max(self.sent, default=0))}",
+            f"largest task: {size(self.peak_task_tmp_bytes)} of the watermark {size(self.options.max_tmp_bytes)}",
         ]
         return "\n".join(lines)
 
@@ -199,7 +215,7 @@ def build_plan(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]
     held, wanted = _tables(sides, canonical, sound, problems)
     patterns = survey(sides, canonical, held, wanted, options=options, problems=problems)
     contributor = contributors(patterns.holder_sets, sides.host_of_rank)
-    placed = _place(canonical, patterns, contributor, options)
+    placed = _place(canonical, patterns, contributor, sides, options)
     tasks, segments, landing_nbytes = pack(placed, patterns, options, sides.world)
     gathered = gather(tasks, segments, patterns, contributor=contributor, sides=sides, options=options)
     check_watermark(gathered.shares, segments, canonical.names, options, problems)
@@ -208,6 +224,7 @@ def build_plan(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]
         sides=sides,
         names=canonical.names,
         ndim=canonical.ndim,
+        shape=canonical.shape,
         held=held.places,
         wanted=wanted.places,
         patterns=patterns,
@@ -241,10 +258,11 @@ def _tabulated(sides: Sides, canonical: Canonical, sound: Mask) -> tuple[Rows, R
     count, depth = len(canonical.names), max(1, canonical.shape.shape[1])
     kept = np.append(np.where(sound, np.arange(count), -1), -1)  # the last one is what index -1 finds
     source, target = ([kept[index] for index in side] for side in (canonical.source_index, canonical.target_index))
-    return tabulate(sides.sources, source, count, depth), tabulate(sides.receiving, target, count, depth)
+    held = tabulate(sides.sources, source, count, depth, marks=in_file)
+    return held, tabulate(sides.receiving, target, count, depth, marks=uncut)
 
 
-def _place(canonical: Canonical, patterns: Patterns, contributor: Ints, options: PlanOptions) -> Placed:
+def _place(canonical: Canonical, patterns: Patterns, contributor: Ints, sides: Sides, options: PlanOptions) -> Placed:
     """Units of all tensors with their owners: of each part its own, or one for all parts where landing is ``mapped``."""
     tensors = np.flatnonzero(patterns.pattern_of >= 0)
     pattern = patterns.pattern_of[tensors]
@@ -257,9 +275,11 @@ def _place(canonical: Canonical, patterns: Patterns, contributor: Ints, options:
     if options.landing == "mapped":
         job_first = np.searchsorted(units.item, np.arange(count + 1))
         head = np.flatnonzero(units.offset[unit] == 0)
-        owner = np.repeat(choose_owners(patterns, job_first, item[head], contributor), units.parts[unit[head]])
+        owner = np.repeat(
+            choose_owners(patterns, job_first, item[head], contributor, sides=sides, options=options), units.parts[unit[head]]
+        )
     else:
-        owner = choose_owners(patterns, np.arange(len(units.item) + 1), unit, contributor)
+        owner = choose_owners(patterns, np.arange(len(units.item) + 1), unit, contributor, sides=sides, options=options)
     chain = np.where(units.parts[unit] > 1, tensor * count + item, -1)
     return Placed(tensor, unit, owner, canonical.group[tensor], chain)
 
@@ -272,10 +292,3 @@ def _columns(routes: Routes) -> Iterable[npt.NDArray[Any]]:
     for facts in (routes.tasks, routes.segments, g.contributions, g.messages, g.shares):
         yield from cast("Sequence[npt.NDArray[Any]]", facts)
     yield routes.landing_nbytes
-
-
-def _size(nbytes: int) -> str:
-    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= step:
-            return f"{nbytes / step:.1f} {unit}"
-    return f"{nbytes} bytes"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ DTYPES: tuple[str, ...] = tuple(ITEMSIZE)
 """Element types in the order of the codes that planning uses."""
 SIZES: tuple[int, ...] = tuple(ITEMSIZE.values())
 
-_LAYOUT, _DTYPE, _FILE, _BOX = 0, 1, 2, 3
+_LAYOUT, _DTYPE, _MARK, _BOX = 0, 1, 2, 3
 
 
 class Places(NamedTuple):
@@ -25,6 +25,7 @@ class Places(NamedTuple):
 
     first: Ints
     piece: Ints
+    layout: Ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,9 @@ class Rows:
     Attributes:
         first: rows ``first[t]:first[t + 1]`` are of canonical tensor ``t``.
         tensor, piece: canonical tensor, and index into the layout's pieces.
-        facts: (rows, 3 + 3 * depth): layout, dtype code, whether in a mapped file, start, shape and strides of each row:
-            everything that tells what can be done with a piece, and nothing that tells where in memory it is.
+        facts: (rows, 3 + 3 * depth): layout, dtype code, mark, start, shape and strides of each row: everything that tells
+            what can be done with a piece, and nothing that tells where in memory it is. The mark says of a source's piece
+            that it lies in a mapped file, and of a target's that it must not be cut.
     """
 
     first: Ints
@@ -55,7 +57,7 @@ class Rows:
     @property
     def places(self) -> Places:
         """What is needed of the table once everything is planned."""
-        return Places(self.first, self.piece)
+        return Places(self.first, self.piece, self.layout.copy())  # a view would keep all facts
 
     @property
     def volume(self) -> Ints:
@@ -73,7 +75,7 @@ class Rows:
         return Held(
             layout=facts[:, _LAYOUT],
             dtype=facts[:, _DTYPE],
-            file=facts[:, _FILE].astype(bool),
+            mark=facts[:, _MARK].astype(bool),
             lo=low,
             hi=low + facts[:, _BOX + d : _BOX + 2 * d],
             strides=facts[:, _BOX + 2 * d :],
@@ -82,20 +84,26 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Pieces of one tensor; parallel columns. ``lo`` and ``hi`` are boxes of the tensor, ``strides`` count elements."""
+    """Pieces of one tensor; parallel columns. ``lo`` and ``hi`` are boxes of the tensor, ``strides`` count elements.
+
+    ``mark``: in a mapped file (source), not to be cut (target).
+    """
 
     layout: Ints
     dtype: Ints
-    file: npt.NDArray[np.bool_]
+    mark: npt.NDArray[np.bool_]
     lo: Ints
     hi: Ints
     strides: Ints
 
 
-def tabulate(holders: Sequence[Holder], indexes: Sequence[Ints], count: int, depth: int) -> Rows:
+def tabulate(
+    holders: Sequence[Holder], indexes: Sequence[Ints], count: int, depth: int, *, marks: Callable[[Holder, Ints], Ints]
+) -> Rows:
     """One table of the pieces of all distinct layouts of a side.
 
     Args:
+        marks: `in_file` for sources, `uncut` for targets.
         indexes: for each layout, the canonical tensor of each of its tensors, or -1 to leave its pieces out.
         count: number of canonical tensors.
         depth: axes of the table; the largest number of dimensions of a planned tensor at least.
@@ -107,7 +115,7 @@ def tabulate(holders: Sequence[Holder], indexes: Sequence[Ints], count: int, dep
     parts = list(zip(holders, picked, strict=True))
     facts[:, _LAYOUT] = _chain([np.full(len(rows), i) for i, rows in enumerate(picked)])[order]
     facts[:, _DTYPE] = _chain([_codes(h)[h.layout.pieces.dtype[rows]] for h, rows in parts])[order]
-    facts[:, _FILE] = _chain([_in_file(h, rows) for h, rows in parts])[order]
+    facts[:, _MARK] = _chain([marks(h, rows) for h, rows in parts])[order]
     at = _BOX
     for name, pad in (("start", 0), ("shape", 1), ("strides", 0)):
         for axis in range(depth):
@@ -130,10 +138,19 @@ def _codes(holder: Holder) -> Ints:
     return ints([DTYPES.index(d) if d in ITEMSIZE else -1 for d in holder.layout.pieces.dtypes])
 
 
-def _in_file(holder: Holder, rows: Ints) -> Ints:
+def in_file(holder: Holder, rows: Ints) -> Ints:
+    """Mark of source pieces: they lie in a mapped file."""
     buffers = holder.layout.buffers
     kinds = ints([int(kind == "file") for kind in buffers.kinds])
     return kinds[buffers.kind[holder.layout.pieces.buffer[rows]]] if len(rows) else ints([])
+
+
+def uncut(holder: Holder, rows: Ints) -> Ints:
+    """Mark of target pieces: they must not be cut."""
+    layout = holder.layout
+    if layout.whole_tensors or not layout.uncut:
+        return np.full(len(rows), int(layout.whole_tensors))
+    return ints([int(name in layout.uncut) for name in layout.tensors.names])[layout.pieces.tensor[rows]]
 
 
 def _axis(column: Ints, axis: int, pad: int) -> Ints:

@@ -68,8 +68,16 @@ class Sides:
     @cached_property
     def host_of_rank(self) -> Ints:
         """Source ranks with equal numbers are on one host."""
-        names = [m.host for m in self.manifests]
-        return ints([names.index(name) for name in names])
+        return ints([self._hosts[m.host] for m in self.manifests])
+
+    @cached_property
+    def host_of_receiver(self) -> Ints:
+        """The same number as of the source ranks on its host, or -1 where there is none."""
+        return ints([self._hosts.get(m.host, -1) for manifests in self.targets for m in manifests])
+
+    @cached_property
+    def _hosts(self) -> dict[str, int]:
+        return {host: number for number, host in enumerate(dict.fromkeys(m.host for m in self.manifests))}
 
 
 def meet(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]], problems: Problems) -> Sides:

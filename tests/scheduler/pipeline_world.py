@@ -75,7 +75,7 @@ class Course:
             return False
         if self.passed_over(spec):  # found out when its turn comes
             return any(i < spec.index and i not in self.started and not self.passed_over(t) for i, t in self.tasks.items())
-        last = "prepare" if "prepare" in spec.stages else spec.stages[-1]
+        last = "prepare" if "prepare" in spec.stages and not spec.lends else spec.stages[-1]
         return last not in self.ended.get(spec.index, []) and not self.over(spec)
 
     def passed_over(self, spec: TaskSpec) -> bool:
@@ -293,6 +293,7 @@ def make_tasks(draw_int, count: int, groups: int, max_bytes: int) -> list[TaskSp
                 stages=SHAPES[draw_int(0, len(SHAPES) - 1)],
                 targets=frozenset(t for t in TARGETS if draw_int(0, 1)) or frozenset({draw_int(0, 2)}),
                 reads_source=draw_int(0, 3) > 0,
+                lends=draw_int(0, 3) == 0,
             )
         )
     return tasks

@@ -159,7 +159,7 @@ OPTIONS = st.builds(
     bucket_bytes=st.sampled_from([1, 40, 300, 1 << 20]),
     max_tmp_bytes=st.just(1 << 20),
     leaf_bytes=st.sampled_from([1, 16, 50, 262144]),
-    route=st.sampled_from(["gather", "direct"]),
+    route=st.sampled_from(["auto", "gather", "direct"]),
     landing=st.sampled_from(["staged", "streamed", "mapped"]),
     shared_landing=st.booleans(),
 )
