@@ -1,4 +1,4 @@
-"""The command line: ``syncline demo | serve | doctor | bench run | status``.
+"""The command line: ``syncline demo | serve | serve-sglang | status | doctor | plan | bench run``.
 
 A command's module is imported when the command is run, so that ``syncline --help`` is quick and works without any
 optional package. A command is a function whose one argument is a dataclass, which tyro fills in, and which returns the exit
@@ -47,11 +47,22 @@ COMMANDS: tuple[Command, ...] = (
         summary="serve a Hugging Face checkpoint and receive pushes into it",
         extra="serve",
     ),
-    Command(words=("status",), entry="syncline.bench.status:main", summary="ask a target what version it serves"),
+    Command(
+        words=("serve-sglang",),
+        entry="syncline.bench.serve_sglang:main",
+        summary="stand beside an SGLang server and take pushes for it",
+        extra="serve",
+    ),
+    Command(words=("status",), entry="syncline.bench.status:main", summary="ask targets what version they serve"),
     Command(
         words=("doctor",),
         entry="syncline.bench.doctor:main",
         summary="what is there and usable on this machine, and what is missing for what",
+    ),
+    Command(
+        words=("plan",),
+        entry="syncline.bench.plan:main",
+        summary="plan a push without making one: who sends what to whom, and how long links need for it",
     ),
     Command(
         words=("bench", "run"),

@@ -1,203 +1,249 @@
-"""Manifests of large models without the models: shapes only, built column by column.
+"""Shapes of language models, without the models: for plans at scale, for simulation, and for ``syncline plan``.
 
-For planning at scale (`kimi_k2_manifests`) and for simulation. No memory is allocated for weights.
+An `Architecture` is read from a ``config.json`` of the Hugging Face kind, or is one of `named`. `parameters` lists what its
+checkpoint holds, and how each tensor is split wherever models are split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from syncline.scheduler.dtypes import ITEMSIZE
+from syncline.scheduler.errors import SynclineError
 
-from syncline.scheduler.dtypes import itemsize
-from syncline.scheduler.layout import BufferTable, Layout, Manifest, PieceTable, TensorTable
+Role = Literal["embed", "head", "whole", "q", "k", "v", "rows", "columns", "gate", "up", "down"]
+"""How tensor parallelism takes a parameter: vocabulary rows, not at all, by heads, by rows or columns, as part of an MLP."""
 
-Split = Literal["rows", "columns", "expert", "none"]
-"""How an engine cuts a parameter over the ranks of a target: its rows, its columns, by whole experts, or not."""
 
-_Ints = npt.NDArray[np.int64]
+class ModelError(SynclineError):
+    """A model's shapes are not known: no such name, no such file, or a config of a kind that is not understood."""
 
 
 class Parameter(NamedTuple):
-    """A parameter of a model. ``expert`` is its expert's number, or -1."""
+    """A parameter of a model. ``layer`` and ``expert`` are -1 outside layers and routed experts."""
 
     name: str
     shape: tuple[int, ...]
-    split: Split
+    role: Role
+    layer: int = -1
     expert: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """Shapes of a DeepSeek-V3-like model (latent attention, routed and shared experts). Kimi-K2 by default."""
+class Latent:
+    """Multi-head latent attention (DeepSeek)."""
 
-    layers: int = 61
-    dense_layers: int = 1
-    experts: int = 384
-    hidden: int = 7168
-    intermediate: int = 18432
-    expert_intermediate: int = 2048
-    heads: int = 64
     q_rank: int = 1536
     kv_rank: int = 512
     nope_dim: int = 128
     rope_dim: int = 64
     value_dim: int = 128
-    vocab: int = 163840
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Shapes of a decoder. Without ``latent`` its attention has ``kv_heads`` groups of heads.
+
+    ``experts`` 0 is a dense model; else the first ``dense_layers`` layers have an MLP of ``intermediate`` and the others
+    routed experts of ``expert_intermediate``, and a shared one of ``shared_intermediate`` where that is not 0.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    vocab: int
+    kv_heads: int = 1
+    head_dim: int = 128
+    latent: Latent | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    experts: int = 0
+    dense_layers: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    shared_name: str = "shared_experts"
+    router_bias: bool = False
+    block: str = "mlp"
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     dtype: str = "bfloat16"
 
 
-def parameters(config: MoEConfig) -> Iterator[Parameter]:
-    """All parameters, in checkpoint order."""
-    yield Parameter("model.embed_tokens.weight", (config.vocab, config.hidden), "rows")
-    for layer in range(config.layers):
-        prefix = f"model.layers.{layer}."
-        yield from _attention(prefix + "self_attn.", config)
-        if layer < config.dense_layers:
-            yield from _mlp(prefix + "mlp.", config.hidden, config.intermediate)
-        else:
-            yield from _experts(prefix + "mlp.", config)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield Parameter(f"{prefix}{norm}.weight", (config.hidden,), "none")
-    yield Parameter("model.norm.weight", (config.hidden,), "none")
-    yield Parameter("lm_head.weight", (config.vocab, config.hidden), "rows")
+def kimi_k2() -> Architecture:
+    """Kimi-K2: 1,026 billion parameters in 384 experts a layer."""
+    return Architecture(
+        layers=61, hidden=7168, heads=64, intermediate=18432, vocab=163840, latent=Latent(), experts=384, dense_layers=1,
+        expert_intermediate=2048, shared_intermediate=2048, router_bias=True,
+    )  # fmt: skip
 
 
-def _attention(prefix: str, config: MoEConfig) -> Iterator[Parameter]:
-    query = config.heads * (config.nope_dim + config.rope_dim)
-    keys = config.heads * (config.nope_dim + config.value_dim)
-    yield Parameter(prefix + "q_a_proj.weight", (config.q_rank, config.hidden), "none")
-    yield Parameter(prefix + "q_a_layernorm.weight", (config.q_rank,), "none")
-    yield Parameter(prefix + "q_b_proj.weight", (query, config.q_rank), "rows")
-    yield Parameter(prefix + "kv_a_proj_with_mqa.weight", (config.kv_rank + config.rope_dim, config.hidden), "none")
-    yield Parameter(prefix + "kv_a_layernorm.weight", (config.kv_rank,), "none")
-    yield Parameter(prefix + "kv_b_proj.weight", (keys, config.kv_rank), "rows")
-    yield Parameter(prefix + "o_proj.weight", (config.hidden, config.heads * config.value_dim), "columns")
+def named() -> dict[str, Architecture]:
+    """Models that are known by name."""
+    qwen3 = Architecture(
+        layers=36, hidden=4096, heads=32, kv_heads=8, intermediate=12288, vocab=151936, qk_norm=True
+    )  # fmt: skip
+    return {
+        "kimi-k2": kimi_k2(),
+        "deepseek-v3": replace(kimi_k2(), heads=128, vocab=129280, experts=256, dense_layers=3),
+        "qwen2.5-0.5b": Architecture(
+            layers=24, hidden=896, heads=14, kv_heads=2, head_dim=64, intermediate=4864, vocab=151936, qkv_bias=True, tied=True
+        ),
+        "qwen3-8b": qwen3,
+        "qwen3-30b-a3b": replace(
+            qwen3, layers=48, hidden=2048, kv_heads=4, intermediate=6144, experts=128, expert_intermediate=768
+        ),
+        "qwen3-235b-a22b": replace(
+            qwen3, layers=94, heads=64, kv_heads=4, intermediate=12288, experts=128, expert_intermediate=1536
+        ),
+        "llama3-8b": replace(qwen3, layers=32, intermediate=14336, vocab=128256, qk_norm=False),
+        "llama3-70b": replace(
+            qwen3, layers=80, hidden=8192, heads=64, intermediate=28672, vocab=128256, qk_norm=False
+        ),
+        "mixtral-8x7b": Architecture(
+            layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000, experts=8, expert_intermediate=14336,
+            block="block_sparse_moe", expert_names=("w1", "w3", "w2"),
+        ),
+    }  # fmt: skip
 
 
-def _mlp(prefix: str, hidden: int, intermediate: int) -> Iterator[Parameter]:
-    yield Parameter(prefix + "gate_proj.weight", (intermediate, hidden), "rows")
-    yield Parameter(prefix + "up_proj.weight", (intermediate, hidden), "rows")
-    yield Parameter(prefix + "down_proj.weight", (hidden, intermediate), "columns")
+def find(model: str) -> Architecture:
+    """A model by name, or by a ``config.json`` or the folder that it is in. Raises `ModelError`."""
+    known = named()
+    if model in known:
+        return known[model]
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(f"model {model!r}: no such name, and no config.json there; known are {', '.join(known)}")
+    try:
+        return from_config(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    except KeyError as error:
+        raise ModelError(f"{file} has no {error.args[0]!r}: not the config of a decoder that is understood here") from error
 
 
-def _experts(prefix: str, config: MoEConfig) -> Iterator[Parameter]:
-    yield Parameter(prefix + "gate.weight", (config.experts, config.hidden), "none")
-    yield Parameter(prefix + "gate.e_score_correction_bias", (config.experts,), "none")
-    for expert in range(config.experts):
-        for parameter in _mlp(f"{prefix}experts.{expert}.", config.hidden, config.expert_intermediate):
-            yield parameter._replace(split="expert", expert=expert)
-    yield from _mlp(prefix + "shared_experts.", config.hidden, config.expert_intermediate)
+def from_config(config: Mapping[str, Any]) -> Architecture:
+    """Shapes from a config of the Hugging Face kind (Llama, Qwen2, Qwen3, Mixtral, their MoE kin, DeepSeek-V2/V3, Kimi-K2).
+
+    Raises:
+        KeyError: it lacks a size that such a model has.
+    """
+    kind, heads, hidden = config.get("model_type", ""), config["num_attention_heads"], config["hidden_size"]
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    shape = Architecture(
+        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        latent=_latent(config) if config.get("kv_lora_rank") else None,
+        qkv_bias=bool(config.get("attention_bias", kind.startswith("qwen2"))),
+        qk_norm=kind.startswith("qwen3"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        dtype=dtype if dtype in ITEMSIZE else "bfloat16",
+    )
+    return _with_experts(shape, config, kind, experts) if experts else shape
 
 
-def tensor_table(parameters: Sequence[Parameter], dtype: str) -> TensorTable:
-    """The canonical tensors of some parameters, all of one type."""
-    depth = max(len(p.shape) for p in parameters)
-    return TensorTable(
-        names=tuple(p.name for p in parameters),
-        shape=np.array([(*p.shape, *(1,) * (depth - len(p.shape))) for p in parameters], np.int64),
-        ndim=np.array([len(p.shape) for p in parameters], np.int64),
-        dtype=np.zeros(len(parameters), np.int64),
-        dtypes=(dtype,),
-        group=np.zeros(len(parameters), np.int64),
+def _latent(config: Mapping[str, Any]) -> Latent:
+    return Latent(
+        q_rank=config.get("q_lora_rank") or 0,
+        kv_rank=config["kv_lora_rank"],
+        nope_dim=config["qk_nope_head_dim"],
+        rope_dim=config["qk_rope_head_dim"],
+        value_dim=config["v_head_dim"],
     )
 
 
-def boxed_layout(table: TensorTable, start: _Ints, shape: _Ints, *, names: Sequence[str] | None = None) -> Layout:
-    """A rank that holds one box of each tensor, each contiguous in a buffer of its own.
-
-    Args:
-        table: the tensors, all of one type.
-        start, shape: the boxes, (tensors, depth). Empty boxes are left out.
-    """
-    kept = np.flatnonzero((shape > 0).all(axis=1))
-    start, shape = start[kept], shape[kept]
-    strides = np.ones_like(shape)
-    strides[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
-    ndim = table.ndim[kept]
-    strides[np.arange(shape.shape[1]) >= ndim[:, None]] = 0
-    zeros = np.zeros(len(kept), np.int64)
-    dtype = table.dtypes[0]
-    return Layout(
-        tensors=table,
-        pieces=PieceTable(
-            tensor=kept, ndim=ndim, start=start, shape=shape, buffer=np.arange(len(kept)), offset=zeros,
-            strides=strides, dtype=zeros, dtypes=(dtype,),
-        ),
-        buffers=BufferTable(
-            names=tuple(names or table.names) if len(kept) == len(table) else tuple(table.names[i] for i in kept),
-            nbytes=shape.prod(axis=1) * itemsize(dtype), device=zeros, devices=("cpu",), kind=zeros, kinds=("memory",),
-            padding=zeros,
-        ),
-    )  # fmt: skip
+def _with_experts(shape: Architecture, config: Mapping[str, Any], kind: str, experts: int) -> Architecture:
+    size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    mixtral = kind == "mixtral"
+    return replace(
+        shape,
+        experts=experts,
+        dense_layers=config.get("first_k_dense_replace") or 0,
+        expert_intermediate=size,
+        shared_intermediate=config.get("shared_expert_intermediate_size") or size * (config.get("n_shared_experts") or 0),
+        shared_name="shared_expert" if kind.startswith("qwen") else "shared_experts",
+        router_bias=config.get("topk_method") == "noaux_tc",
+        block="block_sparse_moe" if mixtral else "mlp",
+        expert_names=("w1", "w3", "w2") if mixtral else shape.expert_names,
+    )
 
 
-def _slice(shape: _Ints, axis: int, rank: int, ranks: int) -> tuple[_Ints, _Ints]:
-    """Shard ``rank`` along ``axis``: equal blocks, the last ones shorter or empty (as ``torch.chunk`` cuts)."""
-    start, size = np.zeros_like(shape), shape.copy()
-    block = -(-shape[:, axis] // ranks)
-    start[:, axis] = np.minimum(block * rank, shape[:, axis])
-    size[:, axis] = np.minimum(block, shape[:, axis] - start[:, axis])
-    return start, size
+def parameters(model: Architecture) -> Iterator[Parameter]:
+    """All parameters, in checkpoint order."""
+    yield Parameter("model.embed_tokens.weight", (model.vocab, model.hidden), "embed")
+    for layer in range(model.layers):
+        at = f"model.layers.{layer}."
+        for parameter in _layer(at, model, moe=bool(model.experts) and layer >= model.dense_layers):
+            yield parameter._replace(layer=layer)
+    yield Parameter("model.norm.weight", (model.hidden,), "whole")
+    if not model.tied:
+        yield Parameter("lm_head.weight", (model.vocab, model.hidden), "head")
 
 
-def hsdp_source(table: TensorTable, *, shards: int, replicas: int, ranks_per_host: int = 8) -> list[Manifest]:
-    """Rows of every tensor cut over ``shards`` ranks, the whole ``replicas`` times; ranks of a replica are consecutive."""
-    layouts = [boxed_layout(table, *_slice(table.shape, 0, shard, shards)) for shard in range(shards)]
-    world = shards * replicas
-    return [
-        Manifest(rank=rank, world_size=world, host=f"trainer{rank // ranks_per_host}", layout=layouts[rank % shards])
-        for rank in range(world)
-    ]
+def _layer(at: str, model: Architecture, *, moe: bool) -> Iterator[Parameter]:
+    yield from _grouped(at + "self_attn.", model) if model.latent is None else _latents(at + "self_attn.", model, model.latent)
+    if moe:
+        yield from _experts(f"{at}{model.block}.", model)
+    else:
+        yield from _mlp(at + "mlp.", model.hidden, model.intermediate)
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield Parameter(f"{at}{norm}.weight", (model.hidden,), "whole")
 
 
-def expert_parallel_layouts(table: TensorTable, parameters: Sequence[Parameter], *, ranks: int) -> list[Layout]:
-    """A target whose ranks hold whole experts (blocks of them), slices of what splits by rows or columns, and the rest."""
-    split = np.array([("none", "rows", "columns", "expert").index(p.split) for p in parameters])
-    expert = np.array([p.expert for p in parameters])
-    block = -(-(int(expert.max(initial=-1)) + 1) // ranks)
-    layouts = []
-    for rank in range(ranks):
-        start, shape = np.zeros_like(table.shape), table.shape.copy()
-        for axis, code in ((0, 1), (1, 2)):
-            rows = np.flatnonzero(split == code)
-            if len(rows):
-                start[rows], shape[rows] = _slice(table.shape[rows], axis, rank, ranks)
-        mine = np.flatnonzero((split != 3) | (expert // max(block, 1) == rank))
-        layouts.append(boxed_layout(_rows(table, mine), start[mine], shape[mine]))
-    return layouts
+def _grouped(at: str, model: Architecture) -> Iterator[Parameter]:
+    sizes: tuple[tuple[Role, int], ...] = (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads))
+    for role, heads in sizes:
+        yield Parameter(f"{at}{role}_proj.weight", (heads * model.head_dim, model.hidden), role)
+        if model.qkv_bias:
+            yield Parameter(f"{at}{role}_proj.bias", (heads * model.head_dim,), role)
+        if model.qk_norm and role != "v":
+            yield Parameter(f"{at}{role}_norm.weight", (model.head_dim,), "whole")
+    yield Parameter(at + "o_proj.weight", (model.hidden, model.heads * model.head_dim), "columns")
 
 
-def _rows(table: TensorTable, rows: _Ints) -> TensorTable:
-    return TensorTable(
-        names=tuple(table.names[i] for i in rows.tolist()), shape=table.shape[rows], ndim=table.ndim[rows],
-        dtype=table.dtype[rows], dtypes=table.dtypes, group=table.group[rows],
-    )  # fmt: skip
+def _latents(at: str, model: Architecture, latent: Latent) -> Iterator[Parameter]:
+    query = model.heads * (latent.nope_dim + latent.rope_dim)
+    if latent.q_rank:
+        yield Parameter(at + "q_a_proj.weight", (latent.q_rank, model.hidden), "whole")
+        yield Parameter(at + "q_a_layernorm.weight", (latent.q_rank,), "whole")
+        yield Parameter(at + "q_b_proj.weight", (query, latent.q_rank), "rows")
+    else:
+        yield Parameter(at + "q_proj.weight", (query, model.hidden), "rows")
+    yield Parameter(at + "kv_a_proj_with_mqa.weight", (latent.kv_rank + latent.rope_dim, model.hidden), "whole")
+    yield Parameter(at + "kv_a_layernorm.weight", (latent.kv_rank,), "whole")
+    yield Parameter(at + "kv_b_proj.weight", (model.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank), "rows")
+    yield Parameter(at + "o_proj.weight", (model.hidden, model.heads * latent.value_dim), "columns")
 
 
-class Fleet(NamedTuple):
-    """Manifests of a source and of its targets."""
+def _mlp(
+    at: str, hidden: int, intermediate: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[Parameter]:
+    gate, up, down = names
+    yield Parameter(f"{at}{gate}.weight", (intermediate, hidden), "gate")
+    yield Parameter(f"{at}{up}.weight", (intermediate, hidden), "up")
+    yield Parameter(f"{at}{down}.weight", (hidden, intermediate), "down")
 
-    sources: list[Manifest]
-    targets: list[list[Manifest]]
 
-
-def kimi_k2_manifests(
-    config: MoEConfig | None = None, *, shards: int = 32, replicas: int = 8, targets: int = 4, target_ranks: int = 32
-) -> Fleet:
-    """A model of Kimi-K2's shapes: HSDP over ``replicas * shards`` ranks to expert-parallel targets."""
-    config = config or MoEConfig()
-    rows = list(parameters(config))
-    table = tensor_table(rows, config.dtype)
-    layouts = expert_parallel_layouts(table, rows, ranks=target_ranks)
-    served = [
-        [
-            Manifest(rank=rank, world_size=target_ranks, host=f"engine{target}-{rank // 8}", layout=layouts[rank])
-            for rank in range(target_ranks)
-        ]
-        for target in range(targets)
-    ]
-    return Fleet(hsdp_source(table, shards=shards, replicas=replicas), served)
+def _experts(at: str, model: Architecture) -> Iterator[Parameter]:
+    yield Parameter(at + "gate.weight", (model.experts, model.hidden), "whole")
+    if model.router_bias:
+        yield Parameter(at + "gate.e_score_correction_bias", (model.experts,), "whole")
+    for expert in range(model.experts):
+        mlp = _mlp(f"{at}experts.{expert}.", model.hidden, model.expert_intermediate, model.expert_names)
+        yield from (parameter._replace(expert=expert) for parameter in mlp)
+    if model.shared_intermediate:
+        yield from _mlp(f"{at}{model.shared_name}.", model.hidden, model.shared_intermediate)
+        if model.shared_name == "shared_expert":
+            yield Parameter(f"{at}shared_expert_gate.weight", (1, model.hidden), "whole")

@@ -7,10 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from syncline.scheduler.options import PlanOptions
+from syncline.scheduler.options import PlanOptions, Route
 from syncline.scheduler.plan import build_plan
 
-from .models import kimi_k2_manifests
+from .layouts import Model
+from .models import kimi_k2
+from .splits import Megatron, kimi_k2_manifests
 
 
 def _peak_rss_bytes() -> int:
@@ -21,18 +23,29 @@ def _peak_rss_bytes() -> int:
     return 0
 
 
-def main() -> None:
-    """Plan once; print seconds, peak memory of this process, and what came out, as JSON."""
-    fleet = kimi_k2_manifests()
+def main(trainer: str = "fsdp", route: Route = "auto") -> None:
+    """Plan once; print seconds, peak memory of this process, and what came out, as JSON.
+
+    Args:
+        trainer: ``fsdp`` (8 replicas of 32 shards) or ``megatron`` (TP 8, PP 8, EP 32).
+        route: as `PlanOptions.route`.
+    """
+    sources, targets = kimi_k2_manifests()
+    if trainer == "megatron":
+        sources = Megatron(tp=8, pp=8, dp=4, ep=32).manifests(Model.of(kimi_k2()), 8)
     began = time.process_time()
-    plan = build_plan(fleet.sources, fleet.targets, PlanOptions(bucket_bytes=2**28, max_tmp_bytes=2**31))
+    plan = build_plan(sources, targets, PlanOptions(bucket_bytes=2**28, max_tmp_bytes=2**31, route=route))
     seconds = time.process_time() - began
     peak = _peak_rss_bytes()
     result = {
         "seconds": seconds,
         "peak_rss_bytes": peak,
+        "trainer": trainer,
+        "route": route,
         "tasks": plan.total_tasks,
         "planned_bytes": plan.nbytes,
+        "needed_bytes": plan.traffic.needed,
+        "moved_bytes": plan.routing.moved_nbytes,
         "sent_max_to_mean": plan.balance,
         "digest": plan.digest,
     }

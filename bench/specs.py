@@ -1,0 +1,166 @@
+"""What ``syncline plan`` is told of a source or a target: a form such as ``fsdp:8``, saved manifests, or a live target."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from syncline.engine.control_client import ControlClient
+from syncline.scheduler.errors import SynclineError
+from syncline.scheduler.layout import Manifest
+
+from .layouts import Model, fsdp, manifests_of, whole_layout
+from .splits import Engine, Megatron
+
+FORMS = """a source is one of
+    full:N                              N ranks that each hold everything
+    fsdp:N[,replicas=R]                 rows of every tensor over N ranks, the whole R times (HSDP)
+    megatron:tp=T,pp=P,dp=D,ep=E,etp=X  T*P*D ranks; experts over E ranks, each sliced over X (all default to 1)
+a target is one of
+    full:N                              N ranks that each take everything
+    tp:T[,dp=D][,ep=E][,unfused][,whole]  D groups of T ranks; whole experts over E ranks, else sliced over all;
+                                        'unfused': every parameter on its own; 'whole': its loader takes whole tensors only
+    4x tp:8                             four such targets
+    unix:/path, tcp://host:port         a target that is running
+and either is
+    PATH                                manifests that were saved: one file a rank, or a folder with the files of all ranks"""
+
+_SUFFIX = ".manifest"
+_FORM = re.compile(r"(?:(?P<times>\d+)\s*x\s*)?(?P<kind>[a-z_]+):(?P<rest>[^/]*)")
+
+
+class SpecError(SynclineError):
+    """A source or target is described in a way that is not understood, or that does not fit the model."""
+
+
+def read_source(texts: Sequence[str], model: Model | None, ranks_per_host: int) -> list[Manifest]:
+    """Manifests of all source ranks. Raises `SpecError`."""
+    if not texts:
+        raise SpecError(f"there is no source: {FORMS}")
+    if any(Path(text).exists() for text in texts):
+        return _saved([Path(text) for text in texts])
+    if len(texts) > 1:
+        raise SpecError(f"a source is one form, or files; {' '.join(texts)!r} is {len(texts)} of them")
+    times, kind, numbers, flags = _parsed(texts[0])
+    if times != 1 or flags:
+        raise SpecError(f"{texts[0]!r}: there is one source, and nothing to say of it but numbers")
+    shape = _needed(texts[0], model)
+    if kind == "full":
+        world = _only(texts[0], numbers, ("",)).get("", 1)
+        return manifests_of([whole_layout(shape)] * world, "trainer", ranks_per_host)
+    if kind == "fsdp":
+        sizes = _only(texts[0], numbers, ("", "replicas"))
+        return fsdp(shape, shards=sizes.get("", 1), replicas=sizes.get("replicas", 1), ranks_per_host=ranks_per_host)
+    if kind == "megatron":
+        split = Megatron(**_only(texts[0], numbers, ("tp", "pp", "dp", "ep", "etp")))
+        _fits(texts[0], split.problems(shape.shape))
+        return split.manifests(shape, ranks_per_host)
+    raise SpecError(f"source {texts[0]!r} is of no known form; {FORMS}")
+
+
+def read_targets(texts: Sequence[str], model: Model | None, ranks_per_host: int, timeout_s: float) -> list[list[Manifest]]:
+    """Manifests of all ranks of each target. Raises `SpecError`, or `ControlError` for a target that does not answer."""
+    if not texts:
+        raise SpecError(f"there is no target: {FORMS}")
+    targets: list[list[Manifest]] = []
+    files: dict[Path, list[Path]] = {}
+    for text in texts:
+        path = Path(text)
+        if text.startswith(("unix:", "tcp://")):
+            targets.append(asyncio.run(_live(text, timeout_s)))
+        elif path.is_dir():
+            targets.append(_saved([path]))
+        elif path.exists():
+            files.setdefault(path.parent, []).append(path)
+        else:
+            targets += _built(text, model, ranks_per_host, len(targets))
+    return targets + [_saved(paths) for paths in files.values()]
+
+
+def _built(text: str, model: Model | None, ranks_per_host: int, before: int) -> list[list[Manifest]]:
+    times, kind, numbers, flags = _parsed(text)
+    shape = _needed(text, model)
+    hosts = [f"engine{before + i}-" for i in range(times)]
+    if kind == "full" and not flags:
+        world = _only(text, numbers, ("",)).get("", 1)
+        return [manifests_of([whole_layout(shape)] * world, host, ranks_per_host) for host in hosts]
+    if kind != "tp":
+        raise SpecError(f"target {text!r} is of no known form; {FORMS}")
+    unknown = sorted(flags - {"unfused", "whole"})
+    if unknown:
+        raise SpecError(f"{text!r}: {', '.join(unknown)} is neither a number nor one of unfused, whole")
+    sizes = _only(text, numbers, ("", "tp", "dp", "ep"))
+    tp = sizes.pop("", sizes.pop("tp", 1))
+    engine = Engine(tp=tp, **sizes, fused="unfused" not in flags, whole="whole" in flags)
+    _fits(text, engine.problems(shape.shape))
+    return [engine.manifests(shape, host, ranks_per_host) for host in hosts]
+
+
+def _parsed(text: str) -> tuple[int, str, dict[str, int], set[str]]:
+    """How many, what kind, numbers by name (the first may have none), and words."""
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise SpecError(f"{text!r} is neither of a known form nor a file; {FORMS}")
+    numbers: dict[str, int] = {}
+    flags: set[str] = set()
+    for word in filter(None, (w.strip() for w in match["rest"].split(","))):
+        name, equals, value = word.rpartition("=")
+        if value.isdigit() and int(value) > 0 and name not in numbers:
+            numbers[name] = int(value)
+        elif not equals and value.isidentifier():
+            flags.add(value)
+        else:
+            raise SpecError(f"{text!r}: {word!r} is not a whole number above 0, or given twice; {FORMS}")
+    return int(match["times"] or 1), match["kind"], numbers, flags
+
+
+def _only(text: str, numbers: Mapping[str, int], known: Iterable[str]) -> dict[str, int]:
+    unknown = sorted(set(numbers) - set(known))
+    if unknown:
+        named = ", ".join(name or f"the bare number {numbers[name]}" for name in unknown)
+        raise SpecError(f"{text!r}: {named} means nothing here; known are {', '.join(filter(None, known))}")
+    return dict(numbers)
+
+
+def _needed(text: str, model: Model | None) -> Model:
+    if model is None:
+        raise SpecError(f"{text!r} says how a model is split, not which: give --model NAME, or a config.json or its folder")
+    return model
+
+
+def _fits(text: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise SpecError(f"{text!r} does not fit the model: {'; '.join(problems)}")
+
+
+async def _live(address: str, timeout_s: float) -> list[Manifest]:
+    client = ControlClient(address, timeout_s=timeout_s)
+    try:
+        return Manifest.all_from_bytes((await client.manifest()).manifests)
+    finally:
+        await client.close()
+
+
+def _saved(paths: Iterable[Path]) -> list[Manifest]:
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(path.glob(f"*{_SUFFIX}")) if path.is_dir() else [path]
+        if not found:
+            raise SpecError(f"{path} is a folder without any file *{_SUFFIX}")
+        files += found
+    try:
+        return Manifest.all_from_bytes(file.read_bytes() for file in files)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{', '.join(map(str, files[:4]))}{' …' if len(files) > 4 else ''}: {error}") from error
+
+
+def save(folder: Path, sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]]) -> list[Path]:
+    """Write all manifests, a file for each rank. Returns the folders: of the source, then of each target."""
+    folders = [folder / "source", *(folder / f"target-{t}" for t in range(len(targets)))]
+    for place, manifests in zip(folders, (sources, *targets), strict=True):
+        place.mkdir(parents=True, exist_ok=True)
+        for manifest in manifests:
+            (place / f"rank-{manifest.rank:05d}{_SUFFIX}").write_bytes(manifest.to_bytes())
+    return folders
