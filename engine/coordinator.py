@@ -200,12 +200,13 @@ class Coordinator:
         if handle.index in self._misfits:
             raise self._misfits[handle.index]
         assert handle.status is not None
-        ranks = []
-        for rank in range(len(handle.manifests)):
-            program = plan.target_program(handle.index, rank)
-            descriptors = {str(owner): offers[owner].descriptors[str(handle.index)] for owner in range(len(offers))}
-            links = RankLinks(rank=rank, program=program.to_bytes(), transport=kind, descriptors=descriptors)  # type: ignore[arg-type]
-            ranks.append(links)
+        # A receiver's program takes up to seconds to draw where a large source is cut finely.
+        programs = await asyncio.to_thread(_programs, plan, handle.index, len(handle.manifests))
+        descriptors = {str(owner): offers[owner].descriptors[str(handle.index)] for owner in range(len(offers))}
+        ranks = [
+            RankLinks(rank=rank, program=program, transport=kind, descriptors=descriptors)  # type: ignore[arg-type]
+            for rank, program in enumerate(programs)
+        ]
         await handle.client.connect(
             ConnectRequest(
                 target=handle.index,
@@ -419,6 +420,10 @@ class Coordinator:
 
     async def close(self) -> None:
         await asyncio.gather(*(handle.close() for handle in self.handles))
+
+
+def _programs(plan: Plan, target: int, ranks: int) -> list[bytes]:
+    return [plan.target_program(target, rank).to_bytes() for rank in range(ranks)]
 
 
 def _check_manifests(enters: Sequence[Enter]) -> None:
