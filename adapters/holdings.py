@@ -173,7 +173,7 @@ class Holdings:
         ranges = [
             (local.data_ptr(), local.data_ptr() + buffer.nbytes, buffer.name)
             for local, buffer in zip(self.locals, self.buffers, strict=True)
-            if buffer.nbytes and not buffer.padding and local.device.type == "cpu"
+            if buffer.nbytes and not _gaps(local) and local.device.type == "cpu"
         ]
         for (_, end, name), (start, _, other) in itertools.pairwise(sorted(ranges)):
             if start < end:
@@ -194,6 +194,9 @@ class Holdings:
             self._problems.append(f"{entry.name}: {error}")
             return -1
         dtype = str(local.tensor.dtype).removeprefix("torch.")
+        spare = [box for box in boxes if box.is_padding]
+        padding = sum(box.volume for named in spare for held in local.boxes for box, *_ in _intersection(named, held, local))
+        boxes = [box for box in boxes if not box.is_padding]
         indices = [catalog.index(entry.name, box, dtype) for box in boxes]
         pieces = [
             Piece(tensor=index, box=box, buffer=len(self.buffers), offset=offset, strides=strides, dtype=dtype)
@@ -204,13 +207,12 @@ class Holdings:
         if not pieces:
             return -1
         self.pieces += pieces
-        self.buffers.append(self._buffer(entry.name, local.tensor, files))
+        self.buffers.append(self._buffer(entry.name, local.tensor, files, padding))
         self.locals.append(plain(local.tensor))
         self.owners.append([entry.tensor])
         return len(self.buffers) - 1
 
-    def _buffer(self, name: str, local: torch.Tensor, files: MappedFiles) -> Buffer:
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    def _buffer(self, name: str, local: torch.Tensor, files: MappedFiles, padding: int) -> Buffer:
         mapped = files.find(local.data_ptr()) if local.device.type == "cpu" else None
         if self._target:
             if mapped is not None and not mapped.writable:
@@ -218,9 +220,9 @@ class Holdings:
             if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
                 self._problems.append(f"{name} is an expanded tensor (stride 0): its elements share memory; clone it")
         kind = "file" if mapped is not None and mapped.is_file and not self._target else "memory"
-        gaps = max(0, extent - local.numel())  # a strided view of larger memory: what lies between its elements is not its own
         size = local.element_size()
-        return Buffer(name=name, nbytes=extent * size, device=local.device.type, kind=kind, padding=gaps * size)
+        unsent = (_gaps(local) + padding) * size
+        return Buffer(name=name, nbytes=_extent(local) * size, device=local.device.type, kind=kind, padding=unsent)
 
 
 class _Catalog:
@@ -255,6 +257,16 @@ def _freed(local: torch.Tensor) -> bool:
         return False
     last = local.storage_offset() + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
     return (last + 1) * local.element_size() > local.untyped_storage().nbytes()
+
+
+def _extent(local: torch.Tensor) -> int:
+    """Elements of memory from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+
+
+def _gaps(local: torch.Tensor) -> int:
+    """Elements between those of a strided view of larger memory, which are not its own."""
+    return max(0, _extent(local) - local.numel())
 
 
 def _overlap(a: NamedBox, b: NamedBox) -> bool:

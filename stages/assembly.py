@@ -2,13 +2,15 @@
 
 Contents that are contiguous on both sides are copied leaf by leaf and each leaf is hashed while it is still in the
 processor's cache, which costs about half of hashing it from memory. What gets hashed is always the copy, never the
-original. Both classes are built once from the plan; their methods run on worker threads.
+original; but large contents that need no cast may be sent straight from the rank's own memory, and received straight into
+live parameters: these are hashed where they lie. Both classes are built once from the plan; their methods run on worker
+threads.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from syncline.scheduler.programs import Copy, Landing, Message, Region, Segment,
 from .copies import WIRE, CopyPlan, address_of, is_contiguous, move_bytes, resolve, torch_dtype
 from .digest import add_digests, bytes_of, digest_bytes, digest_view, flat, hash_leaf, leaf_bounds
 from .errors import TransportError
+from .frames import FRAME_NBYTES
 
 
 def row_major(shape: Index) -> Index:
@@ -83,9 +86,20 @@ class Assembly:
         """Some segments are complete only when all messages have been unpacked."""
         return bool(self._late)
 
-    def fill(self, bucket: torch.Tensor, files: torch.Tensor | None, *, verify: bool) -> int:
-        """Copy everything local into ``bucket``; the digest of all segments that are complete by that (0 if not ``verify``)."""
-        parts = _run_fills(self._fills, bucket, verify=verify)
+    @property
+    def lent(self) -> dict[int, torch.Tensor]:
+        """Segments that can be sent straight from the rank's own memory: offset in the bucket -> bytes there (1-d uint8)."""
+        return {fill.segment.offset: fill.src.view(torch.uint8) for fill in self._fills if _can_lend(fill)}
+
+    def fill(self, bucket: torch.Tensor, files: torch.Tensor | None, *, verify: bool, lend: bool = False) -> int:
+        """Copy everything local into ``bucket``; the digest of all segments that are complete by that (0 if not ``verify``).
+
+        With ``lend``, what is `lent` is not copied, and hashed where it lies.
+        """
+        fills = [fill for fill in self._fills if not (lend and _can_lend(fill))]
+        parts = _run_fills(fills, bucket, verify=verify)
+        if lend and verify:
+            parts += [digest_bytes(bytes_of(f.src.view(torch.uint8)), f.segment.leaves) for f in self._fills if _can_lend(f)]
         self._local.run(dst=bucket)
         self._staged.run(src=files, dst=bucket)
         return add_digests(parts) + (_digest(bucket, self._early) if verify else 0)
@@ -99,6 +113,10 @@ class Assembly:
     def digest_late(self, bucket: torch.Tensor) -> int:
         """The digest of the segments that messages have completed."""
         return _digest(bucket, self._late)
+
+
+def _can_lend(fill: _Fill) -> bool:
+    return not fill.cast and fill.segment.nbytes >= FRAME_NBYTES
 
 
 def _digest(bucket: torch.Tensor, segments: Sequence[Segment]) -> int:
@@ -198,6 +216,27 @@ class LandingCopies:
         copies = [Copy(segment_region(lg.segment), region) for lg in task.landings for region in lg.dests]
         self._plan = CopyPlan(copies, buffers)
         self._nbytes = max((lg.segment.offset + lg.segment.nbytes for lg in task.landings), default=0)
+        self._task, self._buffers = task, buffers
+        self._placed: frozenset[int] = frozenset()
+
+    @property
+    def places(self) -> dict[int, torch.Tensor]:
+        """Segments that have one place, contiguous: offset in the bucket -> the bytes there (1-d uint8)."""
+        single = (dests[0] for dests in self._landings if len(dests) == 1)
+        return {d.segment.offset: flat(d.view).view(torch.uint8) for d in single if d.content is not None}
+
+    @property
+    def idle(self) -> bool:
+        """Nothing has to be copied."""
+        return not len(self._plan)
+
+    def leave(self, placed: Collection[int]) -> None:
+        """The segments at these offsets come into their `places` by themselves: they are hashed there, and never copied."""
+        self._placed = frozenset(placed)
+        landings = [lg for lg in self._task.landings if lg.segment.offset not in self._placed]
+        copies = [Copy(segment_region(lg.segment), region) for lg in landings for region in lg.dests]
+        self._plan = CopyPlan(copies, self._buffers)
+        self._nbytes = max((lg.segment.offset + lg.segment.nbytes for lg in landings), default=0)
 
     def run(self, bucket: torch.Tensor) -> None:
         """Copy every segment of ``bucket`` to all its places."""
@@ -209,7 +248,10 @@ class LandingCopies:
         Raises `TransportError` if a segment that lands in several places is not the same in all of them.
         """
         base = address_of(bucket, self._nbytes)
-        return add_digests(self._land(dests, bucket, base) for dests in self._landings)
+        placed, landings = self._placed, self._landings
+        parts = [self._land(dests, bucket, base) for dests in landings if dests[0].segment.offset not in placed]
+        there = [dests[0] for dests in landings if dests[0].segment.offset in placed]
+        return add_digests(parts + [digest_bytes(d.content, d.segment.leaves) for d in there if d.content is not None])
 
     @staticmethod
     def _land(dests: list[_Dest], bucket: torch.Tensor, base: int) -> int:

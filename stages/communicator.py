@@ -18,6 +18,7 @@ import contextlib
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -44,10 +45,10 @@ def unique_name(what: str) -> str:
 
 
 class _Operation(NamedTuple):
-    """A point-to-point operation on its way. Holds the tensor: gloo reads or writes it until the wait returns."""
+    """Point-to-point messages on their way. Holds the tensors: gloo reads or writes them until the wait returns."""
 
     sends: bool
-    tensor: torch.Tensor
+    tensors: Sequence[torch.Tensor]
     peer: int
     tag: int
     until: float
@@ -55,7 +56,7 @@ class _Operation(NamedTuple):
 
     def __str__(self) -> str:
         way = "send to" if self.sends else "receive from"
-        return f"{way} rank {self.peer} (tag {self.tag}, {self.tensor.numel()} bytes)"
+        return f"{way} rank {self.peer} (tag {self.tag}, {sum(tensor.numel() for tensor in self.tensors)} bytes)"
 
 
 class Communicator:
@@ -74,7 +75,7 @@ class Communicator:
         self._until = float("inf")
         self._broken = threading.Event()
         self._to_post: SimpleQueue[_Operation | None] = SimpleQueue()
-        self._to_wait: SimpleQueue[tuple[_Operation, Any] | None] = SimpleQueue()
+        self._to_wait: SimpleQueue[tuple[_Operation, list[Any], RuntimeError | None] | None] = SimpleQueue()
         self._closing: Signal[None] | None = None
         self._poster = threading.Thread(target=self._post, name="syncline-gloo-post", daemon=True)
         self._waiter = threading.Thread(target=self._wait, name="syncline-gloo-wait", daemon=True)
@@ -122,11 +123,19 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Signal[None]:
         """Send a contiguous uint8 tensor. It must not change until the signal has ended."""
-        return self._start(True, tensor, peer, tag)
+        return self.send_all([tensor], peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Signal[None]:
         """Receive exactly ``tensor.numel()`` bytes. The tensor must not be used until the signal has ended."""
-        return self._start(False, tensor, peer, tag)
+        return self.recv_all([tensor], peer, tag)
+
+    def send_all(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Signal[None]:
+        """Send several, one message each, in order; the signal ends with the last. Waking the loop once is what that saves."""
+        return self._start(True, tensors, peer, tag)
+
+    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Signal[None]:
+        """Receive several messages of one tag, in order; the signal ends with the last."""
+        return self._start(False, tensors, peer, tag)
 
     def barrier(self) -> WorkCompletion | None:
         """Start a barrier of all members (polled); None when there is only one."""
@@ -151,45 +160,50 @@ class Communicator:
             self._closing = call_in_thread(self._tear_down, name="syncline-gloo-close")
         return self._closing
 
-    def _start(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> Signal[None]:
+    def _start(self, sends: bool, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Signal[None]:
         signal: Signal[None] = Signal()
         if not self.usable:
             signal.fail(TransportError("the communicator is closed, or an operation on it has failed; connect again"))
         else:
-            self._to_post.put(_Operation(sends, tensor, peer, tag, self._until, signal))
+            self._to_post.put(_Operation(sends, tensors, peer, tag, self._until, signal))
         return signal
 
     def _post(self) -> None:
         while (operation := self._to_post.get()) is not None:
+            works: list[Any] = []
+            error: RuntimeError | None = None
             try:
-                if self._broken.is_set():
-                    raise RuntimeError("the communicator was closed")
-                start = self._group.send if operation.sends else self._group.recv
-                work = start([operation.tensor], operation.peer, operation.tag)
-            except RuntimeError as error:
-                self._fail(operation, error)
-            else:
-                self._to_wait.put((operation, work))
-                del work
-            del operation
+                for tensor in operation.tensors:
+                    if self._broken.is_set():
+                        raise RuntimeError("the communicator was closed")
+                    start = self._group.send if operation.sends else self._group.recv
+                    works.append(start([tensor], operation.peer, operation.tag))
+            except RuntimeError as raised:
+                error = raised
+                self._break()
+            self._to_wait.put((operation, works, error))  # what was posted is waited for all the same
+            del operation, works, error
         self._to_wait.put(None)
 
     def _wait(self) -> None:
         while (entry := self._to_wait.get()) is not None:
-            operation, work = entry
-            try:
-                work.wait(timedelta(seconds=max(0.001, min(operation.until - time.monotonic(), 86_400.0))))
-            except RuntimeError as error:
-                self._fail(operation, error)
-            else:
+            operation, works, error = entry
+            for work in works:
+                try:
+                    work.wait(timedelta(seconds=max(0.001, min(operation.until - time.monotonic(), 86_400.0))))
+                except RuntimeError as raised:
+                    error = error or raised
+                    self._break()
+            if error is None:
                 operation.signal.set_threadsafe()
-            del entry, operation, work
+            else:
+                operation.signal.fail_threadsafe(TransportError(f"{operation}: {gloo_text(error)}"))
+            del entry, operation, works, error
 
-    def _fail(self, operation: _Operation, error: RuntimeError) -> None:
+    def _break(self) -> None:
         if not self._broken.is_set():
             self._broken.set()
             self._cut_all()
-        operation.signal.fail_threadsafe(TransportError(f"{operation}: {gloo_text(error)}"))
 
     def _cut_all(self) -> None:
         """Close the connections to all peers, so that everything under way fails now and its memory is let go."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from syncline.scheduler.completion import Completion
 
 from .errors import TransportError
 
-__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion"]
+__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "all_of"]
 
 T = TypeVar("T")
 
@@ -104,6 +104,25 @@ class Signal(Generic[T]):
             self._callbacks.append(wake)
             yield from future
         return self.result
+
+
+def all_of(signals: Sequence[Signal[Any]]) -> Signal[None]:
+    """Ends when all have ended: with the first error that one of them (in order) ended with, or well."""
+    whole: Signal[None] = Signal()
+    left = len(signals)
+
+    def one() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            error = next((signal.error for signal in signals if signal.error is not None), None)
+            whole._finish(None, error)  # noqa: SLF001 - its own kind
+
+    for signal in signals:
+        signal.subscribe(one)
+    if not signals:
+        whole.set()
+    return whole
 
 
 def gloo_text(error: BaseException) -> str:

@@ -2,14 +2,14 @@
 cast and digested.
 
 A task's prepare is done when nothing reads source storage for it any more: on the owner when the bucket is complete, on a
-contributor when its messages have left. It is never given up half way: whatever was started is waited for, also after an
-error, because until then memory is in use.
+contributor when its messages have left. (Segments that are lent to the send are read until that has ended.) It is never given
+up half way: whatever was started is waited for, also after an error, because until then memory is in use.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 
 import torch
 
@@ -34,6 +34,7 @@ class PrepareStage:
         workers: threads that copy, cast and digest.
         scope: where work lives that outlasts a failed push.
         verify: compute digests.
+        lends: tasks whose large segments are sent straight from the rank's own memory (`Assembly.lent`).
 
     Attributes:
         communicator: among the source ranks; None for a single one. Replaced by the engine after an error.
@@ -48,6 +49,7 @@ class PrepareStage:
         scope: TaskScope,
         communicator: Communicator | None,
         verify: bool,
+        lends: Collection[int] = (),
     ) -> None:
         self.communicator = communicator
         self._recipes = recipes
@@ -55,6 +57,7 @@ class PrepareStage:
         self._workers = workers
         self._scope = scope
         self._verify = verify
+        self._lends = frozenset(lends)
         self._push = -1
         self._digests: dict[int, int] = {}
 
@@ -89,7 +92,8 @@ class PrepareStage:
         self._check_current(push, task)
         bucket = self._memory.bucket((push, task.index))
         arrivals = _post_receives(gather, task, holding, bucket)
-        filled = self._workers.submit(assembly.fill, bucket, holding.files(), verify=self._verify)
+        lend = task.index in self._lends
+        filled = self._workers.submit(assembly.fill, bucket, holding.files(), verify=self._verify, lend=lend)
         failures = _Failures()
         jobs: list[Awaitable[object]] = [filled]
         for number, (memory, arrival) in enumerate(arrivals):

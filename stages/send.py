@@ -10,6 +10,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+import torch
+
 from syncline.scheduler.programs import ReceiverId, SourceTask
 
 from .completions import Completion, Signal
@@ -26,6 +28,7 @@ class SendStage:
         memory: where the buckets are.
         routes: which sender serves each receiver.
         on_receiver_error: called on the loop with the first error of each receiver in a push.
+        lent: for tasks whose large segments are not in the bucket, those segments' bytes by offset (`Assembly.lent`).
 
     Attributes:
         sent_bytes: bytes that have gone out in this push, over all receivers.
@@ -38,8 +41,10 @@ class SendStage:
         memory: TaskMemory,
         routes: Mapping[ReceiverId, Sender],
         on_receiver_error: Callable[[ReceiverId, TransportError], None],
+        lent: Mapping[int, Mapping[int, torch.Tensor]] | None = None,
     ) -> None:
         self._tasks = tasks
+        self._lent = lent or {}
         self._memory = memory
         self._routes = dict(routes)
         self._report = on_receiver_error
@@ -123,8 +128,9 @@ class SendStage:
                 by_sender[id(self._routes[receiver])].append(receiver)
             else:
                 outcome[receiver] = TransportError(f"receiver {receiver} has no transport")
+        lent = self._lent.get(task.index, {})
         for group in by_sender.values():
-            outcome |= self._routes[group[0]].send(task, bucket, group)
+            outcome |= self._routes[group[0]].send(task, bucket, group, lent)
         return outcome
 
     def waits(self, receiver: ReceiverId, count: int = 1) -> None:

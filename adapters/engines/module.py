@@ -39,7 +39,16 @@ def _checked(name: str, shape: Index, boxes: Sequence[NamedBox]) -> Sequence[Nam
         size = box.local_size()
         if len(size) != len(shape) or any(s + n > full for s, n, full in zip(box.local_start, size, shape, strict=True)):
             raise ValueError(f"layout of {name}: box of size {size} at {box.local_start} leaves the parameter of shape {shape}")
+    for padding in (box for box in boxes if box.is_padding):
+        if any(box is not padding and _meet(box, padding) for box in boxes):
+            raise ValueError(f"layout of {name}: its padding at {padding.local_start} overlaps what it holds")
     return boxes
+
+
+def _meet(a: NamedBox, b: NamedBox) -> bool:
+    """Whether two boxes share an element of their parameter."""
+    places = zip(a.local_start, a.local_size(), b.local_start, b.local_size(), strict=True)
+    return all(max(s, t) < min(s + n, t + m) for s, n, t, m in places)
 
 
 class ModuleLoader:
@@ -55,7 +64,8 @@ class ModuleLoader:
         movable: parameters may be pointed at other memory.
         names: a `NameMap` (such as a `NameTable`) for parameters that are named otherwise in checkpoints.
         layout: for modules sharded by hand: what each plain parameter holds, by its name in the module without wrappers;
-            boxes are made with `named_box`. Parameters that are not listed hold all of themselves.
+            boxes are made with `named_box`, and with `padding_box` for what no tensor has (`tp_layout` makes them for
+            tensor-parallel modules). Parameters that are not listed hold all of themselves.
         optional: canonical names or patterns with ``*`` that the source may lack; they keep their content.
         on_update: called with the version after all content is in place, under pause: recompute what derives from weights.
 

@@ -29,7 +29,7 @@ others are offered and linked anew (also while the rest stay), never repaired.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import torch
@@ -134,9 +134,16 @@ class Sender(Protocol):
         ...
 
     def send(
-        self, task: SourceTask, bucket: torch.Tensor, receivers: Collection[ReceiverId]
+        self,
+        task: SourceTask,
+        bucket: torch.Tensor,
+        receivers: Collection[ReceiverId],
+        lent: Mapping[int, torch.Tensor] | None = None,
     ) -> Mapping[ReceiverId, Completion | None]:
         """Start sending an assembled bucket to ``receivers`` (all of this kind).
+
+        Segments in ``lent`` (offset -> bytes, 1-d uint8) are not in the bucket: they are sent from where they lie. Not for
+        transports that are `in_place`.
 
         A completion (signalled; None: done at once) ends when the bucket's memory is not used for that receiver any more.
         It fails with `TransportError` if the receiver is lost, and then too the memory is not used any more. With landing
@@ -240,4 +247,32 @@ class ReceivingHalf(Protocol):
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Close all links in bounded time. Memory under a lease that was taken over stays. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Placing(Protocol):
+    """A `ReceivingHalf` may have this too: it can receive segments straight into live memory (``streamed``).
+
+    In each push, nothing is written there before `open_places` is called; until then only the first message comes, into a
+    buffer (`first_bytes`).
+    """
+
+    def expose(self, places: Mapping[int, Mapping[int, torch.Tensor]]) -> frozenset[tuple[int, int]]:
+        """Live memory by task and by offset in its bucket (1-d uint8, a whole segment). Once, before `ReceivingHalf.begin`.
+
+        Returns the (task, offset) that will be received there. They are missing in the buckets.
+        """
+        ...
+
+    async def first_bytes(self) -> None:
+        """Returns when something of the push has come (or nothing is to come). Raises `TransportError` if nothing will."""
+        ...
+
+    def open_places(self, *, live: bool) -> None:
+        """Go on with the push, into live memory; or (not ``live``) into buffers only, when it is to be thrown away."""
+        ...
+
+    async def settled(self) -> None:
+        """Wait until nothing is under way into live memory any more, also of pushes that were given up."""
         ...

@@ -1,17 +1,21 @@
 """Gloo between hosts: each source rank has one communicator with the ranks of each target that it sends to.
 
-Bytes only, point to point only, the task's index as tag. A receiver posts its receives in plan order: two at a time into
-buffers of its own (``streamed``), or a few ahead straight into private landing memory (``staged``); a send waits for its
-receive. ``mapped`` is not possible. After any error, and after a push that was not committed, the communicator with that
+Bytes only, point to point only, the task's index as tag. A bucket is one message, or several: large segments travel alone
+(`syncline.stages.frames`), out of the trainer's memory and, with ``streamed`` landing, into live parameters, where both are
+contiguous and of one type. A receiver posts its receives in plan order: two buckets at a time into buffers of its own or
+live memory (``streamed``), or a few ahead straight into private landing memory (``staged``); a send waits for its receive.
+``mapped`` is not possible. After any error, and after a push that was not committed, the communicator with that
 target is discarded on both sides.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -19,12 +23,15 @@ import torch
 from syncline.scheduler.programs import Landing, ReceiverId, SourceTask, TargetProgram, TargetTask
 
 from ..communicator import Communicator, Rendezvous, unique_name
-from ..completions import Completion, Signal
+from ..completions import Completion, Signal, all_of
 from ..errors import TransportError
+from ..frames import Frame, FrameTable
 from ..workers import Workers, call_in_thread
 from .base import LandingMode, Loan, OnLost, decode_offer
 
 _WINDOW = {"streamed": 2, "staged": 4}
+_PLACED_WINDOW = 8
+"""Buckets that may be on their way into live memory at a time: they need no buffers."""
 
 
 class GlooOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +86,7 @@ class GlooSender:
         self._closing: set[Signal[None]] = set()
         self._forsaken: set[asyncio.Future[Communicator]] = set()
         self._closed = False
+        self._frames = FrameTable()
 
     @property
     def linked(self) -> frozenset[ReceiverId]:
@@ -122,9 +130,14 @@ class GlooSender:
         raise TransportError(f"task {task.index}: gloo sends from any memory; there is none to claim")
 
     def send(
-        self, task: SourceTask, bucket: torch.Tensor, receivers: Collection[ReceiverId]
+        self,
+        task: SourceTask,
+        bucket: torch.Tensor,
+        receivers: Collection[ReceiverId],
+        lent: Mapping[int, torch.Tensor] | None = None,
     ) -> Mapping[ReceiverId, Completion | None]:
-        return {receiver: self._send_one(task, bucket, receiver) for receiver in receivers}
+        parts = _parts(self._frames.of(task), bucket, lent or {})
+        return {receiver: self._send_one(task, parts, receiver) for receiver in receivers}
 
     def drop(self, receivers: Collection[ReceiverId]) -> None:
         for target in {receiver.target for receiver in receivers}:
@@ -194,15 +207,15 @@ class GlooSender:
         self._closing.add(closing)
         closing.subscribe(lambda: self._closing.discard(closing))
 
-    def _send_one(self, task: SourceTask, bucket: torch.Tensor, receiver: ReceiverId) -> Signal[None] | None:
+    def _send_one(self, task: SourceTask, parts: Sequence[torch.Tensor], receiver: ReceiverId) -> Signal[None] | None:
         link = self._links.get(receiver.target)
         if link is None or link.communicator is None or receiver.rank not in link.ranks:
             signal: Signal[None] = Signal()
             signal.fail(TransportError(f"receiver {receiver} is not linked any more"))
             return signal
-        if task.nbytes == 0:
+        if not parts:
             return None
-        sent = link.communicator.send(bucket, 1 + link.ranks.index(receiver.rank), task.index)
+        sent = link.communicator.send_all(parts, 1 + link.ranks.index(receiver.rank), task.index)
         sent.subscribe(lambda: self._sent(link, receiver, sent))
         return sent
 
@@ -213,11 +226,24 @@ class GlooSender:
                 self._on_lost(other, TransportError(f"target {link.target}: {sent.error}"))
 
 
+def _parts(cut: Sequence[Frame], bucket: torch.Tensor, elsewhere: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """The memory of each message: in the bucket, or elsewhere."""
+    return [elsewhere[f.start] if f.start in elsewhere else bucket[f.start : f.start + f.nbytes] for f in cut]
+
+
 class _PrivateLease:
     """Implements `Lease` for memory that nobody else writes: there is nothing to release."""
 
     def release(self) -> None:
         """Nothing to do."""
+
+
+class _Lead(NamedTuple):
+    """The first message of a push, while nothing else may come: its task, the buffer of that, and its arrival."""
+
+    task: TargetTask
+    memory: torch.Tensor
+    received: Signal[None]
 
 
 class GlooHalf:
@@ -242,6 +268,12 @@ class GlooHalf:
         self._landing = torch.empty(0, dtype=torch.uint8)
         self._free: list[torch.Tensor] = []
         self._held: dict[int, torch.Tensor] = {}
+        self._frames = FrameTable()
+        self._first = next((task.index for task in program.tasks if task.nbytes), -1)
+        self._places: dict[int, dict[int, torch.Tensor]] = {}
+        self._open: dict[int, dict[int, torch.Tensor]] = {}  # the places of the push that is current
+        self._lead: _Lead | None = None
+        self._under_way: set[Signal[None]] = set()
         self._to_post: deque[TargetTask] = deque()
         self._posted = 0
         self._arrivals: dict[int, Signal[torch.Tensor]] = {}
@@ -276,6 +308,8 @@ class GlooHalf:
         self._free += self._held.values()
         self._held = {}
         self._to_post = deque(self._program.tasks)
+        self._open = {}
+        self._lead = self._post_lead() if self._places else None
         self._post()
 
     async def receive(self, task: TargetTask) -> torch.Tensor:
@@ -286,6 +320,36 @@ class GlooHalf:
         if buffer is not None:
             self._free.append(buffer)
             self._post()
+
+    def expose(self, places: Mapping[int, Mapping[int, torch.Tensor]]) -> frozenset[tuple[int, int]]:
+        for task in self._program.tasks if not self.persistent else ():
+            offered = places.get(task.index, {})
+            cut = self._frames.of(task)
+            taken = {f.start: offered[f.start] for f in cut if f.alone and f.start in offered}
+            if task.index == self._first:
+                taken.pop(cut[0].start, None)
+            if taken:
+                self._places[task.index] = taken
+        return frozenset((task, offset) for task, taken in self._places.items() for offset in taken)
+
+    async def first_bytes(self) -> None:
+        if self._lead is not None:
+            await self._lead.received
+
+    def open_places(self, *, live: bool) -> None:
+        self._open = self._places if live else {}
+        lead, self._lead = self._lead, None
+        if lead is None or self._error is not None:
+            return
+        rest = _parts(self._frames.of(lead.task)[1:], lead.memory, self._open.get(lead.task.index, {}))
+        arrivals = [lead.received, self._recv(lead.task, rest)] if rest else [lead.received]
+        self._follow(lead.task, lead.memory, all_of(arrivals))
+        self._post()
+
+    async def settled(self) -> None:
+        while self._under_way:
+            with contextlib.suppress(TransportError):
+                await next(iter(self._under_way))
 
     def check(self) -> None:
         for rank, communicator in self._communicators.items():
@@ -348,21 +412,62 @@ class GlooHalf:
     def _window(self) -> int:
         return _WINDOW[self._mode]
 
+    def _post_lead(self) -> _Lead | None:
+        """Post the first message of all, into a buffer. No other is posted before live memory is opened."""
+        task = next((task for task in self._to_post if self._frames.of(task)), None)
+        if task is None:
+            return None
+        self._to_post.remove(task)
+        memory = self._memory(task)
+        received = self._recv(task, _parts(self._frames.of(task)[:1], memory, {}))
+        self._posted += 1
+        lead = _Lead(task, memory, received)
+        received.subscribe(lambda: self._lead_came(lead))
+        return lead
+
+    def _lead_came(self, lead: _Lead) -> None:
+        if lead.received.error is not None:
+            self._fail(TransportError(f"task {lead.task.index}: {lead.received.error}"))
+
     def _post(self) -> None:
         """Post receives in plan order, as far as the window goes."""
-        while self._error is None and self._to_post and (self._posted < self._window if self.persistent else self._free):
+        while self._error is None and self._to_post and self._has_room(self._to_post[0]):
             task = self._to_post.popleft()
-            if task.nbytes == 0:
-                self._arrival(task.index).set(torch.empty(0, dtype=torch.uint8))
-                continue
             memory = self._memory(task)
+            parts = _parts(self._frames.of(task), memory, self._open.get(task.index, {}))
+            if not parts:
+                self._arrival(task.index).set(memory)
+                continue
             self._posted += 1
-            received = self._communicators[task.owner].recv(memory, 0, task.index)
-            received.subscribe(partial(self._received, task.index, memory, received))
+            self._follow(task, memory, self._recv(task, parts))
+
+    def _recv(self, task: TargetTask, parts: Sequence[torch.Tensor]) -> Signal[None]:
+        received = self._communicators[task.owner].recv_all(parts, 0, task.index)
+        self._under_way.add(received)
+        received.subscribe(lambda: self._under_way.discard(received))
+        return received
+
+    def _follow(self, task: TargetTask, memory: torch.Tensor, received: Signal[None]) -> None:
+        received.subscribe(partial(self._received, task.index, memory, received))
+
+    def _has_room(self, task: TargetTask) -> bool:
+        """Whether a bucket may be posted. Until live memory is opened, none may."""
+        if self.persistent:
+            return self._posted < self._window
+        if self._lead is not None:
+            return False
+        return self._posted < _PLACED_WINDOW if self._is_placed(task) else bool(self._free)
+
+    def _is_placed(self, task: TargetTask) -> bool:
+        """Whether all of a bucket goes straight into live memory (or there is nothing of it)."""
+        return len(self._open.get(task.index, ())) == len(self._frames.of(task))
 
     def _memory(self, task: TargetTask) -> torch.Tensor:
+        """Where a bucket comes, but for what goes into live memory; empty if all of it does."""
         if self.persistent:
             return self._landing[task.landing_offset : task.landing_offset + task.nbytes]
+        if self._is_placed(task):
+            return torch.empty(0, dtype=torch.uint8)
         buffer = self._held[task.index] = self._free.pop()
         return buffer[: task.nbytes]
 
@@ -372,8 +477,7 @@ class GlooHalf:
             self._fail(TransportError(f"task {task}: {received.error}"))
         elif self._error is None:
             self._arrival(task).set(memory)
-            if self.persistent:
-                self._post()
+            self._post()
 
     def _arrival(self, task: int) -> Signal[torch.Tensor]:
         signal = self._arrivals.get(task)

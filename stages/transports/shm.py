@@ -212,7 +212,11 @@ class ShmSender:
         return signal
 
     def send(
-        self, task: SourceTask, bucket: torch.Tensor, receivers: Collection[ReceiverId]
+        self,
+        task: SourceTask,
+        bucket: torch.Tensor,
+        receivers: Collection[ReceiverId],
+        lent: Mapping[int, torch.Tensor] | None = None,
     ) -> Mapping[ReceiverId, Completion | None]:
         offset = self._offset_of(task, bucket)
         return {receiver: self._notify(receiver, task, offset) for receiver in receivers}

@@ -140,7 +140,7 @@ class FakeSender:
         self.claims.append((task.index, signal))
         return signal
 
-    def send(self, task, bucket, receivers):
+    def send(self, task, bucket, receivers, lent):
         for receiver in receivers:
             self.sent[task.index, receiver] = Signal()
         return {receiver: self.sent[task.index, receiver] for receiver in receivers}
