@@ -18,18 +18,22 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
+import uvloop
 from torch import nn
 
 from syncline.adapters.engines import ModuleLoader
-from syncline.adapters.trainers import FSDPSource
+from syncline.adapters.named_box import BoxTable
+from syncline.adapters.trainers import FSDPSource, ModuleSource
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
+
+from .shards import Shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerArgs:
     """Arguments of one peer process."""
 
-    role: Literal["receiver", "source"]
+    role: Literal["receiver", "source", "tp-receiver", "tp-source"]
     tensors: int = 40
     nbytes: int = 409_600_000
     address: str = "tcp://127.0.0.1:0"
@@ -37,6 +41,7 @@ class PeerArgs:
     rank: int = 0
     world_size: int = 1
     store: Path | None = None
+    leader: str | None = None
     targets: tuple[str, ...] = ()
 
 
@@ -129,24 +134,82 @@ async def source(args: PeerArgs) -> None:
     say(ready=True)
     async for command in commands():
         if command["do"] == "push":
-            say(**await _push_repeatedly(model, command))
+            say(**await _push_repeatedly(FSDPSource(model), command))
         elif command["do"] == "naive":
             say(seconds=await asyncio.to_thread(_send_naively, model, args.rank, command))
     dist.destroy_process_group()
 
 
-async def _push_repeatedly(model: nn.Module, command: dict[str, Any]) -> dict[str, Any]:
+async def tp_receiver(args: PeerArgs) -> None:
+    """One rank of a tensor-parallel target over plain tensors."""
+    model = Shards(args.tensors, args.nbytes, rank=args.rank, size=args.world_size)
+    loader = ModuleLoader(model, layout=model.boxes)
+    async with Receiver(
+        loader=loader, listen=args.address, rank=args.rank, world_size=args.world_size, leader=args.leader
+    ) as target:
+        say(address=target.address)
+        async for command in commands():
+            if command["do"] == "verify":
+                say(ok=await asyncio.to_thread(model.is_stamped, command["version"]), state=target.state)
+            elif command["do"] == "clear":
+                await asyncio.to_thread(model.clear)
+                say(ok=True)
+            elif command["do"] == "naive":
+                await asyncio.to_thread(_receive_slices_naively, model, command)
+                say(ok=True)
+
+
+@torch.no_grad()
+def _receive_slices_naively(model: Shards, command: dict[str, Any]) -> None:
+    group = broadcast_group(command["store"], command["rank"], command["size"])
+    received = torch.empty(next(iter(model.boxes.values())).shape)
+    for _ in range(command["repeat"]):
+        for name, tensor in model.named_parameters():
+            broadcast(group, received)
+            tensor.copy_(received[model.slices(name)])
+
+
+async def tp_source(args: PeerArgs) -> None:
+    """One rank of a trainer that is sharded as tensor-parallel ones are."""
+    dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.world_size)
+    model = Shards(args.tensors, args.nbytes, rank=args.rank, size=args.world_size)
+    model.stamp(1)
+    say(ready=True)
+    async for command in commands():
+        if command["do"] == "push":
+            source = ModuleSource(model, names=BoxTable(model.boxes))
+            say(**await _push_repeatedly(source, command))
+        elif command["do"] == "naive":
+            say(seconds=await asyncio.to_thread(_gather_and_broadcast, model, args.rank, command))
+    dist.destroy_process_group()
+
+
+def _gather_and_broadcast(model: Shards, rank: int, command: dict[str, Any]) -> list[float]:
+    """What people write first: every rank gathers each tensor whole, and rank 0 broadcasts it."""
+    group = broadcast_group(command["store"], 0, command["size"]) if rank == 0 else None
+
+    def push() -> None:
+        for number, tensor in enumerate(model.parameters()):
+            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, tensor.detach())
+            if group is not None:
+                broadcast(group, torch.cat(parts, dim=number % 2))
+
+    return times(push, command["repeat"])
+
+
+async def _push_repeatedly(source: ModuleSource, command: dict[str, Any]) -> dict[str, Any]:
     config = TransferConfig(**command["config"])
     targets = [RemoteTarget(address) for address in command["targets"]]
-    async with TransferEngine(source=FSDPSource(model), targets=targets, config=config) as engine:
-        return await measure(engine, command["repeat"])
+    async with TransferEngine(source=source, targets=targets, config=config) as engine:
+        return await measure(engine, command["repeat"], first=command.get("first", 1))
 
 
-async def measure(engine: TransferEngine, repeat: int) -> dict[str, Any]:
-    """Push versions 1 to ``repeat`` of unchanged content; what each took."""
+async def measure(engine: TransferEngine, repeat: int, *, first: int = 1) -> dict[str, Any]:
+    """Push ``repeat`` versions of unchanged content, from ``first`` on; what each took."""
     seconds: list[float] = []
     reports = []
-    for version in range(1, repeat + 1):
+    for version in range(first, first + repeat):
         began = time.perf_counter()
         reports.append(await engine.push(version))
         seconds.append(time.perf_counter() - began)
@@ -159,6 +222,7 @@ async def measure(engine: TransferEngine, repeat: int) -> dict[str, Any]:
         "peak_tmp_bytes": max(report.peak_tmp_bytes for report in reports),
         "landing_bytes": last.landing_bytes,
         "busy_s": {name: stage.busy_s for name, stage in last.stages.items()},
+        "gather_messages": last.routing.messages,
     }
 
 
@@ -179,7 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of one peer process."""
     args = tyro.cli(PeerArgs, args=argv)
     torch.set_num_threads(1)
-    asyncio.run(receiver(args) if args.role == "receiver" else source(args))
+    roles = {"receiver": receiver, "source": source, "tp-receiver": tp_receiver, "tp-source": tp_source}
+    uvloop.run(roles[args.role](args))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 
 from .peer import Weights, measure, times
 
-Suite = Literal["shm", "gloo", "driver", "plan"]
+Suite = Literal["shm", "gloo", "direct", "vllm", "driver", "plan"]
 _PACKAGES = ("syncline", "torch", "numpy", "msgspec", "uvloop", "xxhash", "aiohttp")
 
 
@@ -33,7 +33,7 @@ _PACKAGES = ("syncline", "torch", "numpy", "msgspec", "uvloop", "xxhash", "aioht
 class RunArgs:
     """Measure pushes on this machine; one JSON line a row."""
 
-    suites: tuple[Suite, ...] = ("shm", "gloo", "driver", "plan")
+    suites: tuple[Suite, ...] = ("shm", "gloo", "direct", "vllm", "driver", "plan")
     """What to measure."""
     repeat: int = 12
     """Pushes of each row."""
@@ -42,6 +42,8 @@ class RunArgs:
     """Bytes of each push, float32, in ``tensors`` tensors."""
     max_tmp_bytes: str = "256MiB"
     bucket_bytes: str = "32MiB"
+    awex_python: Path | None = None
+    """Interpreter of an environment with Awex (and syncline) in it, for its row in ``direct``; by default this one."""
     out: Path | None = None
     """Also append the rows to this file."""
 
@@ -78,13 +80,20 @@ class Bench:
             "machine": self.machine,
             "versions": self.versions,
         }
+        self._put(row)
+        return row
+
+    def note(self, name: str, reason: str) -> None:
+        """Print a row that was not measured, and why."""
+        self._put({"row": name, "skipped": reason})
+
+    def _put(self, row: dict[str, Any]) -> None:
         line = json.dumps(row)
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
         if self.args.out is not None:
             with self.args.out.open("a") as file:
                 file.write(line + "\n")
-        return row
 
     def memcpy(self) -> None:
         """The floor: one thread copies the same bytes, tensor by tensor, between memory that was touched before."""
@@ -157,13 +166,14 @@ async def peers(folder: Path, commands: Sequence[Sequence[str]]) -> AsyncIterato
                 await peer.process.wait()
 
 
-def _sizes(args: RunArgs) -> list[str]:
+def sizes(args: RunArgs) -> list[str]:
+    """Arguments of a peer process: how many tensors, of how many bytes in all."""
     return ["--tensors", str(args.tensors), "--nbytes", str(args.nbytes)]
 
 
 def _receivers(args: RunArgs, folder: Path, count: int, *, movable: bool = False) -> list[list[str]]:
     flags = ["--movable"] if movable else []
-    return [["--role", "receiver", *_sizes(args), "--address", f"unix:{folder}/r{n}.sock", *flags] for n in range(count)]
+    return [["--role", "receiver", *sizes(args), "--address", f"unix:{folder}/r{n}.sock", *flags] for n in range(count)]
 
 
 async def shm_row(bench: Bench, landing: str, count: int) -> None:
@@ -193,7 +203,7 @@ async def gloo_rows(bench: Bench) -> None:
     with tempfile.TemporaryDirectory(prefix="syncline-bench-") as name:
         folder = Path(name)
         ranks = [
-            ["--role", "source", *_sizes(args), "--rank", str(rank), "--world-size", "2", "--store", f"{folder}/store"]
+            ["--role", "source", *sizes(args), "--rank", str(rank), "--world-size", "2", "--store", f"{folder}/store"]
             for rank in range(2)
         ]
         async with peers(folder, [*_receivers(args, folder, 2), *ranks]) as all_peers:
@@ -289,6 +299,14 @@ async def run_async(bench: Bench) -> None:
                 await shm_row(bench, landing, count)
     if "gloo" in bench.args.suites:
         await gloo_rows(bench)
+    if "direct" in bench.args.suites:
+        from .direct import direct_rows
+
+        await direct_rows(bench)
+    if "vllm" in bench.args.suites:
+        from .vllm_row import vllm_rows
+
+        await vllm_rows(bench)
 
 
 def main(args: RunArgs) -> int:
