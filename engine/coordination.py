@@ -42,8 +42,12 @@ OnAbort = Callable[[str, SynclineError], None]
 OnNote = Callable[[str, bytes], None]
 _MAX_FRAME = 2**30
 _DELIVER_S = 5.0
+_GOODBYE_S = 1.0
 LOST = "*"
 """The step that a lost rank fails: every one."""
+_GOODBYE = "goodbye"
+"""The note that comes before an orderly close. It takes part in no later step, and whoever is still busy with the last one
+may finish it."""
 _TOKEN_HEADER = "X-Syncline-Token"  # noqa: S105 - the name of a header
 
 
@@ -147,6 +151,7 @@ class Hub:
         self.token = secrets.token_hex(32)
         self._sockets: dict[int, web.WebSocketResponse] = {}
         self._lost: dict[int, SourceRankLost] = {}
+        self._departed: set[int] = set()
         self._contributed: dict[str, dict[int, bytes]] = {}
         self._failed: dict[str, SynclineError] = {}
         self._changed = asyncio.Condition()
@@ -297,6 +302,9 @@ class Hub:
         return socket
 
     async def _received(self, rank: int, frame: Frame) -> None:
+        if frame.note and frame.step == _GOODBYE:
+            self._departed.add(rank)
+            return
         if frame.note:
             self._on_note(frame.step, frame.payload)
             return
@@ -314,16 +322,23 @@ class Hub:
     async def _left(self, rank: int) -> None:
         if self._closing:
             return
-        error = SourceRankLost(f"source rank {rank} went away: its connection to rank 0 ended; restart it and connect again")
+        departed = rank in self._departed
+        why = "it closed its engine" if departed else "its connection to rank 0 ended; restart it and connect again"
+        error = SourceRankLost(f"source rank {rank} went away: {why}")
         self._sockets.pop(rank, None)
         self._lost[rank] = error
-        self._send(error_frame(LOST, error))
-        self._on_abort(LOST, error)
+        if not departed:
+            self._send(error_frame(LOST, error))
+            self._on_abort(LOST, error)
         async with self._changed:
             self._changed.notify_all()
 
     async def close(self) -> None:
         self._closing = True
+        self._send(Frame(step=_GOODBYE, note=True))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_S):
+                await self._flushed()
         if self._writer is not None:
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
@@ -346,6 +361,7 @@ class Spoke:
         self._waiting: dict[str, asyncio.Future[bytes]] = {}
         self._failed: dict[str, SynclineError] = {}
         self._broken: SynclineError | None = None
+        self._hub_departed = False
         self._on_abort: OnAbort = _ignore_abort
         self._on_note: OnNote = lambda _topic, _payload: None
         self._sends: set[asyncio.Task[None]] = set()
@@ -413,10 +429,13 @@ class Spoke:
                 if message.type is aiohttp.WSMsgType.BINARY:
                     self._received(msgspec.msgpack.decode(message.data, type=Frame))
         finally:
-            self._break(SourceRankLost("source rank 0 went away: its connection ended; restart it and connect again"))
+            why = "it closed its engine" if self._hub_departed else "its connection ended; restart it and connect again"
+            self._break(SourceRankLost(f"source rank 0 went away: {why}"))
 
     def _received(self, frame: Frame) -> None:
-        if frame.note:
+        if frame.note and frame.step == _GOODBYE:
+            self._hub_departed = True
+        elif frame.note:
             self._on_note(frame.step, frame.payload)
         elif frame.step == LOST:
             self._break(error_from_wire(frame.error, frame.payload.decode()))
@@ -441,9 +460,14 @@ class Spoke:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
-        self._on_abort(LOST, error)
+        if not self._hub_departed:
+            self._on_abort(LOST, error)
 
     async def close(self) -> None:
+        if self._broken is None and self._socket is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await self._post(Frame(step=_GOODBYE, note=True))
         self._broken = self._broken or SourceRankLost("this engine is closed")
         if self._reader is not None:
             self._reader.cancel()

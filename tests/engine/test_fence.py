@@ -418,3 +418,11 @@ async def test_a_loop_that_is_gone_does_not_hold_up_others():
     gate._waiting.clear()
     await gate.resume(2)
     assert gate.version == 2
+
+
+def test_other_content_than_the_fence_starts_with_is_a_conflict() -> None:
+    fence = Fence(incarnation="a", version=7, digest="unknown")
+    assert (fence.state, fence.version, fence.digest) == ("COMMITTED", 7, "unknown")
+    with pytest.raises(VersionConflict):
+        fence.prepare("p", 7, "staged", digest="0f")
+    assert fence.prepare("q", 8, "staged") == "ready"

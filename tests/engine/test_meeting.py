@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from syncline.engine.coordination import Coordination
+from syncline.engine.coordination import LOST, Coordination
 from syncline.engine.errors import SourceRankLost
 from syncline.engine.meeting import meet
 
@@ -67,3 +67,19 @@ async def test_rank_0_does_not_come(group: Any) -> None:
 async def test_a_rank_does_not_come(group: Any) -> None:
     with pytest.raises(SourceRankLost, match=r"\[1, 2\] did not connect"):
         await meet(group, 0, 3, "127.0.0.1", 0.1)
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+async def test_a_rank_that_closes_early_takes_nothing_from_those_that_still_finish(group: Any, leaver: int) -> None:
+    """Every rank closes when its own push has returned, in whatever order: nobody may take that for a loss."""
+    aborted: list[str] = []
+    ranks = await meet_all(group)
+    for rank in ranks:
+        rank.watch(lambda attempt, _error: aborted.append(attempt), lambda _topic, _payload: None)
+    await ask(ranks, "1/last")
+    await ranks[leaver].close()
+    left = [rank for rank in ranks if rank.rank != leaver]
+    with pytest.raises(SourceRankLost, match=f"source rank {leaver} went away: it closed its engine"):
+        await asyncio.gather(*(rank.exchange("2/first", b"", lambda _parts: asyncio.sleep(0, b""), 20.0) for rank in left))
+    assert LOST not in aborted
+    await close(left)
