@@ -15,10 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
+from syncline.engine.errors import ConfigError
 from syncline.scheduler.errors import PlanError
 from syncline.scheduler.layout import Index
 
@@ -98,7 +101,7 @@ def tp_layout(config: Any, params: Shapes, parallel: Parallel, *, rules: Iterabl
     """The ``layout`` of a rank's `ModuleLoader`.
 
     Args:
-        config: the model's Hugging Face config (of the whole model, not of the rank's part).
+        config: the model's Hugging Face config, an object or a dict (of the whole model, not of the rank's part).
         params: the rank's module, or its parameters' local shapes by name.
         parallel: where the rank stands.
         rules: tried before the built-in ones; the first that matches a name decides.
@@ -108,6 +111,7 @@ def tp_layout(config: Any, params: Shapes, parallel: Parallel, *, rules: Iterabl
 
     Raises:
         PlanError: local shapes that do not fit the config; lists all of them.
+        ConfigError: ``config`` is neither a config object nor a dict, or says nothing of the model's sizes.
     """
     sizes, problems = sizes_of(config), []
     found: dict[str, list[NamedBox]] = {}
@@ -126,8 +130,17 @@ def tp_layout(config: Any, params: Shapes, parallel: Parallel, *, rules: Iterabl
 
 
 def sizes_of(config: Any) -> Sizes:
-    """Read a Hugging Face config; of a multimodal one, its text part."""
+    """Read a Hugging Face config, an object or a dict; of a multimodal one, its text part. Raises `ConfigError`."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if isinstance(text, Mapping):
+        part = text.get("text_config")
+        text = SimpleNamespace(**(part if isinstance(part, Mapping) and "num_attention_heads" not in text else text))
+    if text is None or isinstance(text, str | bytes | PathLike):
+        raise ConfigError(
+            [f"config is {config!r}; give the model's config object or a dict, as AutoConfig.from_pretrained(…) does"]
+        )
+    if not hasattr(text, "num_attention_heads"):
+        raise ConfigError([f"config, a {type(config).__name__}, has no num_attention_heads: is it the model's own config?"])
 
     def first(*names: str, default: int = 0) -> int:
         return next((int(value) for name in names if (value := getattr(text, name, None)) is not None), default)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch.distributed as dist
@@ -44,11 +45,11 @@ class MegatronSource(ModuleSource):
         process_group: the group of all ranks of the model. By default the default group.
         optional: canonical names or patterns with ``*`` that a target may lack.
         leave_out: Megatron's names (without ``module.``) or patterns with ``*`` of parameters that no target wants, such as
-            ``mtp.*``: they need no row.
+            ``mtp.*``: they need no row. One that matches nothing is refused where this rank has all stages of the pipeline.
 
     Raises:
-        ConfigError: no chunk is given, or none of Megatron's; the family is not known; ``torch.distributed`` or Megatron's
-            parallel state is not initialized.
+        ConfigError: no chunk is given, or none of Megatron's; ``hf_config``, ``vocab_size`` or ``leave_out`` cannot be one; the
+            family is not known; ``torch.distributed`` or Megatron's parallel state is not initialized.
         PlanError: (from `manifest`) unmapped parameters, or configs that contradict each other; lists all of them.
     """
 
@@ -68,6 +69,8 @@ class MegatronSource(ModuleSource):
         chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else list(model)
         if not chunks:
             raise ConfigError(["MegatronSource needs at least one chunk of the model; this rank gave an empty list"])
+        if problems := _wrong(hf_config, vocab_size, leave_out):
+            raise ConfigError(problems)
         self.family = _family(family, hf_config)
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(["MegatronSource needs torch.distributed to be initialized"])
@@ -103,6 +106,20 @@ class _Names:
 
     def boxes(self, shapes: Mapping[str, Index]) -> Mapping[str, Sequence[NamedBox]]:
         return self._mapped.boxes
+
+
+def _wrong(hf_config: Any, vocab_size: Any, leave_out: Any) -> list[str]:
+    """What is wrong with arguments, whatever the model."""
+    problems = []
+    if isinstance(hf_config, str | bytes | PathLike):
+        problems.append(f"hf_config is {hf_config!r}; give a config object or a dict, as AutoConfig.from_pretrained(…) does")
+        hf_config = None
+    vocabulary = setting(hf_config, "vocab_size") if vocab_size is None and hf_config is not None else vocab_size
+    if vocabulary is not None and (type(vocabulary) is not int or vocabulary <= 0):
+        problems.append(f"vocab_size is {vocabulary!r}; it must be a whole number above 0")
+    if isinstance(leave_out, str):
+        problems.append(f"leave_out is {leave_out!r}; give a list of patterns: [{leave_out!r}]")
+    return problems
 
 
 def _family(family: Family | str | None, hf_config: Any) -> Family:

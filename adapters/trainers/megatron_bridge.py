@@ -66,7 +66,10 @@ def _rule(kind: str, pattern: str, to: str | Mapping[str, str], numbers: Sequenc
         if kind not in _PLAIN or set(used) != set(numbers):
             return None
         return Vocabulary(name) if pattern in _ENDS else Same(name)
-    parts = {key: _placed(name, numbers)[0] for key, name in to.items()}
+    placed = {key: _placed(name, numbers) for key, name in to.items()}
+    if any(set(used) != set(numbers) for _, used in placed.values()):
+        return None
+    parts = {key: name for key, (name, _) in placed.items()}
     if kind == "QKVMapping" and parts.keys() == {"q", "k", "v"}:
         return QKV(parts["q"], parts["k"], parts["v"])
     if kind == "GatedMLPMapping" and parts.keys() == {"gate", "up"}:

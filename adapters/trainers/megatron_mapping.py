@@ -24,8 +24,25 @@ from .megatron_tables import Dims, Family, Match, Row, named
 DENSE, EXPERT = 0, 1
 """Mesh groups."""
 
-_UNSUPPORTED = {"layernorm_zero_centered_gamma": "stores norms minus 1"}
-"""Knobs of Megatron's config that change what weights mean and leave no trace in names or shapes."""
+_UNSUPPORTED = {
+    "layernorm_zero_centered_gamma": "stores norms minus 1",
+    "rotary_interleaved": "rotates neighbouring elements of queries and keys, whose rows then have another order",
+    "attention_output_gate": "has rows of a gate among those of the queries",
+    "qk_l2_norm": "normalizes queries and keys without any weight",
+    "glu_linear_offset": "adds to what a gate multiplies",
+    "activation_func_clamp_value": "clamps what goes into the activation function",
+    "apply_residual_connection_post_layernorm": "takes the residual from behind the norm",
+    "no_rope_freq": "leaves some layers without rotation",
+    "moe_apply_probs_on_input": "weights the inputs of experts instead of their outputs",
+}
+"""Knobs of Megatron's config that change what weights mean and leave no trace in names or shapes.
+
+Grouped-query attention of all Hugging Face models in `families` rotates halves, as Megatron does unless it is told otherwise.
+With latent attention Megatron always takes pairs, as DeepSeek's checkpoints have them, and refuses ``rotary_interleaved``.
+"""
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "quick_gelu": "quick_gelu"}
+"""What both sides call activation functions; others are not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +94,7 @@ def map_model(
     layers = [layer_numbers(chunk) for chunk in chunks]
     for parameter in parameters(chunks):
         mapper.add(parameter, layers[parameter.chunk])
-    mapper.finish()
+    mapper.finish(whole=all(any(getattr(unwrapped(c), end, False) for c in chunks) for end in ("pre_process", "post_process")))
     if problems:
         raise PlanError(problems)
     return Mapped(boxes=mapper.boxes, groups=mapper.groups, aliases={family.head: family.embedding} if tied else {})
@@ -93,8 +110,9 @@ def check_configs(config: Any, hf_config: Any, family: Family) -> list[str]:
     problems = [
         f"Megatron's {knob}={getattr(config, knob)!r} {what}, for which there is no rule; it must not be set"
         for knob, what in _UNSUPPORTED.items()
-        if getattr(config, knob, None)
+        if getattr(config, knob, None) and knob not in family.allows
     ]
+    problems += _silent(config, hf_config)
     for knob, names in family.numbers.items() if hf_config is not None else ():
         found = {name: setting(hf_config, name) for name in names}
         name, theirs = next(((name, value) for name, value in found.items() if value is not None), (names[0], None))
@@ -103,6 +121,22 @@ def check_configs(config: Any, hf_config: Any, family: Family) -> list[str]:
         mine = getattr(config, knob, None)
         if mine != theirs:
             problems.append(f"Megatron's {knob} is {mine}, the Hugging Face config's {name} is {theirs}")
+    return problems
+
+
+def _silent(config: Any, hf_config: Any) -> list[str]:
+    """Where both configs contradict each other in what neither names nor shapes nor numbers tell."""
+    if hf_config is None:
+        return []
+    problems = []
+    function = getattr(config, "activation_func", None)
+    mine = _ACTIVATIONS.get(getattr(function, "__name__", type(function).__name__).lower())
+    act = setting(hf_config, "hidden_act")
+    theirs = _ACTIVATIONS.get(act) if isinstance(act, str) else None
+    if mine and theirs and mine != theirs:
+        problems.append(f"Megatron's activation_func is {mine}, the Hugging Face config's hidden_act is {act}")
+    if getattr(config, "multi_latent_attention", False) and setting(hf_config, "rope_interleave") is False:
+        problems.append("Megatron's latent attention rotates pairs, the Hugging Face config's rope_interleave is False")
     return problems
 
 
@@ -136,10 +170,13 @@ class _Mapper:
     boxes: dict[str, list[NamedBox]] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     unmapped: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
     embedded: bool = False
 
     def add(self, parameter: Parameter, layers: Mapping[str, int]) -> None:
-        if any(fnmatchcase(parameter.path, pattern) for pattern in self.leave_out):
+        left = {pattern for pattern in self.leave_out if fnmatchcase(parameter.path, pattern)}
+        self.used |= left
+        if left:
             self.boxes[parameter.key] = [padding_box(parameter.tensor.shape)]
             return
         match = self.family.find(parameter.path)
@@ -164,8 +201,11 @@ class _Mapper:
         if match.row.expert and self.places.apart:
             self.groups.update((box.name, EXPERT) for box in self.boxes[parameter.key])
 
-    def finish(self) -> None:
-        """One problem for all parameters that no row matches."""
+    def finish(self, *, whole: bool) -> None:
+        """One problem for all parameters that no row matches, and, where we have all stages, one for patterns without any."""
+        idle = [pattern for pattern in dict.fromkeys(self.leave_out) if pattern not in self.used]
+        if idle and whole:
+            self.problems.append(f"leave_out: {', '.join(map(repr, idle))} matches no parameter of the model; mend or drop it")
         if self.unmapped:
             kinds = dict.fromkeys(self.unmapped)
             self.problems.append(

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from syncline.engine.errors import ConfigError
 
 from . import megatron_layout as layout
 from .megatron_layout import Segment
@@ -151,6 +153,11 @@ class Family:
         numbers: what must agree between both configs: attribute of Megatron's config -> attributes of Hugging Face's, of which
             the first that is there counts.
         embedding, head: checkpoint names of the embeddings and of the output layer, which may be tied.
+        allows: knobs of Megatron's config that are refused otherwise because they change silently what weights mean, such as
+            ``rotary_interleaved``: for a checkpoint that has them so too.
+
+    Raises:
+        ConfigError: something among the rows is no `Row`, or has a placeholder that nothing fills in.
     """
 
     name: str
@@ -159,6 +166,11 @@ class Family:
     numbers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
+    allows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if problems := [problem for row in self.rows for problem in _problems(row)]:
+            raise ConfigError([f"Family {self.name}: {problem}" for problem in problems])
 
     @cached_property
     def _compiled(self) -> list[tuple[re.Pattern[str], Row]]:
@@ -171,6 +183,22 @@ class Family:
                 numbers = {key: int(value) for key, value in match.groupdict().items()}
                 return Match(row, numbers, {key: name[: match.end(key)] for key in numbers})
         return None
+
+
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+
+
+def _problems(row: object) -> list[str]:
+    """What is wrong with a row of a table."""
+    if not isinstance(row, Row) or not isinstance(row.pattern, str) or not callable(getattr(row.rule, "segments", None)):
+        return [f'{row!r} is no row: write Row("a.name.in.megatron", Same("its.name.in.the.checkpoint"))']
+    known = set(_PLACEHOLDER.findall(row.pattern))
+    found = [f"{{{key}}} in {row.pattern!r} is neither {{layer}} nor {{expert}}" for key in known - {"layer", "expert"}]
+    rule: Any = row.rule
+    values = [getattr(rule, entry.name) for entry in fields(rule)] if is_dataclass(rule) else []
+    for name in (value for value in values if isinstance(value, str)):
+        found += [f"{{{key}}} in {name!r} is not in {row.pattern!r}" for key in set(_PLACEHOLDER.findall(name)) - known]
+    return sorted(found)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

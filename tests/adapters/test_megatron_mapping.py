@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -309,6 +310,38 @@ def test_a_layer_without_its_number():
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "knob", ["rotary_interleaved", "layernorm_zero_centered_gamma", "attention_output_gate", "qk_l2_norm", "no_rope_freq"]
+)
+def test_what_leaves_no_trace_is_refused_unless_the_family_allows_it(family, knob):
+    (line,) = check_configs(config(**{knob: True}), None, family)
+    assert line.startswith(f"Megatron's {knob}=True ") and line.endswith("it must not be set")
+    assert check_configs(config(**{knob: True}), None, replace(family, allows=(knob,))) == []
+    assert check_configs(config(**{knob: False}), None, family) == []
+
+
+def test_an_activation_or_a_rotation_that_differs_is_refused():
+    own = Family(name="own", rows=LLAMA.rows)
+    (line,) = check_configs(config(activation_func=nn.functional.gelu), {"hidden_act": "silu"}, own)
+    assert line == "Megatron's activation_func is gelu, the Hugging Face config's hidden_act is silu"
+    for function in (nn.functional.silu, nn.SiLU(), lambda x: x):
+        assert check_configs(config(activation_func=function), {"hidden_act": "silu"}, own) == []
+    latent = config(multi_latent_attention=True)
+    assert check_configs(latent, {"rope_interleave": True}, own) == check_configs(latent, {}, own) == []
+    (line,) = check_configs(latent, {"rope_interleave": False}, own)
+    assert "rope_interleave is False" in line
+
+
+def test_a_pattern_that_leaves_nothing_out_is_refused_where_all_stages_are():
+    """Of a pipeline's stages only some may have what it means."""
+    chunk = Chunk(NORM)
+    mapped([chunk], leave_out=["mtp.*"])
+    chunk.pre_process = chunk.post_process = True
+    (line,) = problems([chunk], leave_out=["mtp.*", "*.input_layernorm.*"])
+    assert line == "leave_out: 'mtp.*' matches no parameter of the model; mend or drop it"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_configs_that_agree(family):
     """The first Hugging Face name that is there counts; a config may be an object or a dict."""
     mine = {knob: 3 + i for i, knob in enumerate(family.numbers)}
@@ -327,6 +360,10 @@ def test_configs_that_agree(family):
         (nn.Linear(1, 1), {"family": "gpt5"}, "no family 'gpt5' is known"),
         (nn.Linear(1, 1), {"hf_config": {"model_type": "bert"}}, "no family 'bert' is known"),
         (nn.Linear(1, 1), {"family": LLAMA}, "torch.distributed"),
+        (nn.Linear(1, 1), {"hf_config": "meta-llama/x"}, "give a config object or a dict"),
+        (nn.Linear(1, 1), {"family": LLAMA, "vocab_size": 0}, "vocab_size is 0; it must be a whole number above 0"),
+        (nn.Linear(1, 1), {"hf_config": {"model_type": "llama", "vocab_size": -1}}, "vocab_size is -1"),
+        (nn.Linear(1, 1), {"family": LLAMA, "leave_out": "mtp.*"}, r"give a list of patterns: \['mtp.\*'\]"),
     ],
 )
 def test_what_a_source_is_not_made_of(model, options, words):
@@ -356,3 +393,11 @@ def test_tables_are_sound(family):
     for row in family.rows:
         for segment in row.rule.segments(16, Dims(heads=4, groups=2, head_dim=2)):
             assert all((key in row.pattern) == (key in segment.to) for key in ("{layer}", "{expert}")), row
+
+
+@pytest.mark.parametrize(
+    "name", ["", 7, Row("a.{layr}", Same("b")), Row("a.{layer}", Same("b.{layr}")), Row("a", "b")], ids=str
+)
+def test_a_table_with_something_else_in_it_is_refused(name):
+    with pytest.raises(ConfigError, match=r"Family mine: .*(is no row: write Row|layr)"):
+        Family(name="mine", rows=(name, *LLAMA.rows))

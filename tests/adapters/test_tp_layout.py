@@ -10,6 +10,7 @@ from syncline.adapters.engines import ModuleLoader
 from syncline.adapters.engines.tp_layout import Local, Parallel, Rule, tp_layout
 from syncline.adapters.named_box import NamedBox, named_box, padding_box
 from syncline.adapters.trainers import ModuleSource
+from syncline.engine.errors import ConfigError
 from syncline.engine.loader import Landed
 from syncline.scheduler.errors import PlanError
 from syncline.scheduler.plan import PlanOptions, build_plan
@@ -170,6 +171,20 @@ def test_rules_of_ones_own_go_first(tiny_engine) -> None:
         config, {"x.in_proj.weight": (6, 4)}, Parallel(tp_rank=1, tp_size=2), rules=[Rule(r"(.*\.)(in_proj)\.weight", halves)]
     )
     assert layout == {"x.in_proj.weight": [named_box("x.mixer.weight", (12, 4), start=(6, 0), size=(6, 4))]}
+
+
+def test_a_config_may_be_a_dict(tiny_engine) -> None:
+    config, parallel = tiny_engine.config_of("llama"), Parallel(tp_rank=1, tp_size=2)
+    shapes = {"lm_head.weight": (20, config.hidden_size), "a.o_proj.weight": (config.hidden_size, 4)}
+    wanted = tp_layout(config, shapes, parallel)
+    assert tp_layout(config.to_dict(), shapes, parallel) == wanted
+    assert tp_layout({"text_config": config.to_dict(), "vision_config": {}}, shapes, parallel) == wanted
+
+
+@pytest.mark.parametrize("config", [None, "meta-llama/x", {}, nn.Linear(1, 1)], ids=str)
+def test_what_is_no_config_is_refused(config) -> None:
+    with pytest.raises(ConfigError, match=r"^1 problem.*\n  - config"):
+        tp_layout(config, {}, Parallel())
 
 
 def test_a_place_that_cannot_be() -> None:

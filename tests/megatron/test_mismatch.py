@@ -37,6 +37,12 @@ def test_another_number_of_heads_of_the_same_shapes(world, refused):
         assert any(mine in line and line.endswith(f"is {theirs}") for line in message.splitlines()), message
 
 
+def test_a_rotation_of_neighbours(world, refused):
+    """Names, shapes and numbers are those of the checkpoint; only the order of rows of q and k is another."""
+    world.job(*TP2, family="llama", seed=1, megatron={"rotary_interleaved": True})
+    assert "Megatron's rotary_interleaved=True rotates neighbouring elements" in refused()
+
+
 def test_a_type_that_no_rule_covers(world, refused):
     world.job(*TP2, family="llama", seed=1, reshape="with_float8")
     message = refused()
