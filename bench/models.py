@@ -111,6 +111,20 @@ def named() -> dict[str, Architecture]:
     }  # fmt: skip
 
 
+_SIZES = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "num_key_value_heads",
+    "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+"""What is above 0 in a config. The first five are in every one."""
+_COUNTS = (
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank",
+)  # fmt: skip
+"""What may be 0."""
+_LARGEST = {"num_hidden_layers": 2**12, "num_experts": 2**13, "num_local_experts": 2**13, "n_routed_experts": 2**13}
+"""Beyond these a plan never ends."""
+
+
 def find(model: str) -> Architecture:
     """A model by name, or by a ``config.json`` or the folder that it is in. Raises `ModelError`."""
     known = named()
@@ -122,6 +136,8 @@ def find(model: str) -> Architecture:
         raise ModelError(f"model {model!r}: no such name, and no config.json there; known are {', '.join(known)}")
     try:
         return from_config(json.loads(file.read_text(encoding="utf-8")))
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     except KeyError as error:
@@ -133,8 +149,10 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
     Raises:
         KeyError: it lacks a size that such a model has.
+        ModelError: it is no mapping, or a size in it is none.
     """
-    kind, heads, hidden = config.get("model_type", ""), config["num_attention_heads"], config["hidden_size"]
+    _sizes_are_sizes(config)
+    kind, heads, hidden = str(config.get("model_type") or ""), config["num_attention_heads"], config["hidden_size"]
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     shape = Architecture(
@@ -152,6 +170,21 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         dtype=dtype if dtype in ITEMSIZE else "bfloat16",
     )
     return _with_experts(shape, config, kind, experts) if experts else shape
+
+
+def _sizes_are_sizes(config: Any) -> None:
+    """Raise `ModelError` for sizes that are no whole numbers in range; those that are not there are not looked for."""
+    if not isinstance(config, Mapping):
+        raise ModelError(f"the config of a model is a mapping of names to values, not a {type(config).__name__}")
+    needed = set(_SIZES[:5])
+    found = {n: config[n] for n in (*_SIZES, *_COUNTS) if n in config and (n in needed or config[n] is not None)}
+    wrong = [
+        f"{name} is {value!r}"
+        for name, value in found.items()
+        if type(value) is not int or not (name in _SIZES) <= value <= _LARGEST.get(name, 2**31)
+    ]
+    if wrong:
+        raise ModelError(f"{', '.join(wrong)}: not the size of a model (a whole number above 0, within reason)")
 
 
 def _latent(config: Mapping[str, Any]) -> Latent:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import time
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +15,13 @@ import tyro
 
 from syncline.engine.config import TransferConfig
 from syncline.engine.messages import Landing
+from syncline.scheduler.errors import PlanError
 from syncline.scheduler.options import PlanOptions, Route
 from syncline.scheduler.plan import Plan, build_plan
 
 from .layouts import Model
 from .models import find
-from .plan_view import explanation, overview
+from .plan_view import explanation, folded, overview
 from .specs import SpecError, read_source, read_targets, save
 
 
@@ -50,7 +53,7 @@ class PlanArgs:
     host_gbps: float | None = None
     """The same between ranks of one host; as link_gbps unless given."""
     explain: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Say of one tensor which boxes come from where and go where, in which task."""
+    """Say of one tensor, or of those that a pattern with * matches, which boxes come from where and go where, in which task."""
     save: Path | None = None
     """Write the manifests of all ranks into this folder; its subfolders can be given as source and target again."""
     timeout: float = 10.0
@@ -64,15 +67,19 @@ def main(args: PlanArgs) -> int:
     config = TransferConfig(
         max_tmp_bytes=args.max_tmp_bytes, bucket_bytes=args.bucket_bytes, route=args.route, landing=args.landing
     )
-    if min(args.ranks_per_host, args.link_gbps, args.timeout, args.host_gbps or 1) <= 0:
-        raise SpecError("ranks_per_host, link_gbps, host_gbps and timeout must be above 0")
+    rates = (args.ranks_per_host, args.link_gbps, args.timeout, 1 if args.host_gbps is None else args.host_gbps)
+    if not all(0 < rate < math.inf for rate in rates):  # NaN is neither
+        raise SpecError("ranks_per_host, link_gbps, host_gbps and timeout must be finite numbers above 0")
     model = Model.of(find(args.model)) if args.model else None
     sources = read_source(args.source, model, args.ranks_per_host)
     targets = read_targets(args.target, model, args.ranks_per_host, args.timeout)
     for folder in save(args.save, sources, targets) if args.save else ():
         print(f"wrote {folder}")
     began = time.perf_counter()
-    plan = build_plan(sources, targets, _options(config))
+    try:
+        plan = build_plan(sources, targets, _options(config))
+    except PlanError as error:
+        raise PlanError(folded(error.problems)) from error
     seconds = time.perf_counter() - began
     if args.explain is not None:
         print(_explained(plan, args.explain))
@@ -84,15 +91,22 @@ def main(args: PlanArgs) -> int:
     return 0
 
 
+_EXPLAINED = 20
+"""Tensors that a pattern explains, at most."""
+
+
 def _options(config: TransferConfig) -> PlanOptions:
     return PlanOptions(bucket_bytes=config.bucket, max_tmp_bytes=config.watermark, route=config.route, landing=config.landing)
 
 
 def _explained(plan: Plan, name: str) -> str:
+    known = plan.routes.names
+    found = [name] if name in known or "*" not in name else [one for one in known if fnmatchcase(one, name)]
     try:
-        return explanation(plan.explain(name))
+        texts = [explanation(plan, plan.explain(one)) for one in (found or [name])[:_EXPLAINED]]
+        more = [f"and {len(found) - _EXPLAINED} more that match {name!r}"] if len(found) > _EXPLAINED else []
+        return "\n\n".join([*texts, *more])
     except KeyError:
-        known = plan.routes.names
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or list(known[:3])
         raise SpecError(f"the plan moves no tensor {name!r}; did you mean {' or '.join(close)}?") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from syncline.scheduler.boxes import Box
 from syncline.scheduler.explain import Explanation, Held, PartRoute
 from syncline.scheduler.plan import Plan
+from syncline.scheduler.problems import listed
 from syncline.scheduler.programs import ReceiverId
 from syncline.scheduler.routing import IN_WORDS, size
 from syncline.scheduler.traffic import Busy, Pairs
@@ -108,15 +110,45 @@ def _tasks(plan: Plan) -> list[str]:
     return lines + ([f"  and {rest} more"] if rest else [])
 
 
-def explanation(found: Explanation) -> str:
+_TAKES = re.compile(r"takes (\d+) temporary bytes on source rank (\d+)")
+
+
+def folded(problems: Sequence[str]) -> list[str]:
+    """Problems, of those that say the same of many tensors one; of tasks above the watermark the one that needs most."""
+    names: dict[str, list[str]] = {}
+    worst: dict[str, tuple[int, str]] = {}
+    for problem in problems:
+        name, colon, rest = problem.partition(": ")
+        key = _TAKES.sub("takes", rest) if colon else problem
+        need = int(match[1]) if (match := _TAKES.search(rest)) else 0
+        names.setdefault(key, []).extend(name.split(", ") if colon else [])
+        worst[key] = max(worst.get(key, (-1, "")), (need, rest))
+    return [f"{listed(found)}: {worst[key][1]}" if found else key for key, found in names.items()]
+
+
+def explanation(plan: Plan, found: Explanation) -> str:
     """One tensor: who holds it, who needs what of it, and each part's way."""
     lines = [f"{found.name}  {_shape(found.shape)}", "held by"]
     lines += _cut(f"  {_box(h.box)}  {_ranks(h.ranks)}" for h in found.held)
     lines.append("needed by")
     lines += _cut(f"  {_box(h.box)}  {_needed_by(h)}" for h in found.wanted)
+    lines.append("kept in")
+    lines += _cut(_kept(plan, found.name))
     lines.append(f"sent in {len(found.parts)} part(s)")
     lines += _cut(_part(part) for part in sorted(found.parts, key=lambda part: (part.box.start, part.task)))
     return "\n".join(lines)
+
+
+def _kept(plan: Plan, name: str) -> Iterator[str]:
+    """Where receivers keep the tensor's boxes: in which of their parameters, from which element on."""
+    sides = plan.routes.sides
+    for side in sides.receiving:
+        layout = side.layout
+        index = layout.tensors.names.index(name) if name in layout.tensors.names else -1
+        for piece in np.flatnonzero(layout.pieces.tensor == index).tolist():
+            to = _few([_receiver(sides.receivers[rank]) for rank in side.ranks], 8)
+            place = layout.buffers.names[int(layout.pieces.buffer[piece])]
+            yield f"  {_box(layout.pieces.box(piece))}  {to}: {place} from element {int(layout.pieces.offset[piece])} on"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from .splits import Engine, Megatron
 FORMS = """a source is one of
     full:N                              N ranks that each hold everything
     fsdp:N[,replicas=R]                 rows of every tensor over N ranks, the whole R times (HSDP)
-    megatron:tp=T,pp=P,dp=D,ep=E,etp=X  T*P*D ranks; experts over E ranks, each sliced over X (all default to 1)
+    megatron:tp=T,pp=P,dp=D,ep=E,etp=X  T*P*D ranks; experts over E ranks, each sliced over X
+                                        (X is T unless given, as in Megatron; the others 1)
 a target is one of
     full:N                              N ranks that each take everything
     tp:T[,dp=D][,ep=E][,unfused][,whole]  D groups of T ranks; whole experts over E ranks, else sliced over all;
@@ -28,6 +31,10 @@ and either is
     PATH                                manifests that were saved: one file a rank, or a folder with the files of all ranks"""
 
 _SUFFIX = ".manifest"
+_MOST = 16384
+"""Ranks of a source or of a form's targets, at most."""
+_MANY = 2048
+"""Ranks that take more than some seconds to plan, which is said beforehand."""
 _FORM = re.compile(r"(?:(?P<times>\d+)\s*x\s*)?(?P<kind>[a-z_]+):(?P<rest>[^/]*)")
 
 
@@ -47,6 +54,7 @@ def read_source(texts: Sequence[str], model: Model | None, ranks_per_host: int) 
     if times != 1 or flags:
         raise SpecError(f"{texts[0]!r}: there is one source, and nothing to say of it but numbers")
     shape = _needed(texts[0], model)
+    _bounded(texts[0], numbers)
     if kind == "full":
         world = _only(texts[0], numbers, ("",)).get("", 1)
         return manifests_of([whole_layout(shape)] * world, "trainer", ranks_per_host)
@@ -54,8 +62,14 @@ def read_source(texts: Sequence[str], model: Model | None, ranks_per_host: int) 
         sizes = _only(texts[0], numbers, ("", "replicas"))
         return fsdp(shape, shards=sizes.get("", 1), replicas=sizes.get("replicas", 1), ranks_per_host=ranks_per_host)
     if kind == "megatron":
-        split = Megatron(**_only(texts[0], numbers, ("tp", "pp", "dp", "ep", "etp")))
-        _fits(texts[0], split.problems(shape.shape))
+        sizes = _only(texts[0], numbers, ("tp", "pp", "dp", "ep", "etp"))
+        _sparse(texts[0], sizes, shape)
+        if shape.shape.experts:
+            sizes.setdefault("etp", sizes.get("tp", 1))
+        split = Megatron(**sizes)
+        hint = [] if "etp" in numbers or sizes.get("etp", 1) == 1 else [f"etp is {split.etp}, as tp, unless given"]
+        found = split.problems(shape.shape)
+        _fits(texts[0], [*found, *hint] if found else [])
         return split.manifests(shape, ranks_per_host)
     raise SpecError(f"source {texts[0]!r} is of no known form; {FORMS}")
 
@@ -82,6 +96,7 @@ def read_targets(texts: Sequence[str], model: Model | None, ranks_per_host: int,
 def _built(text: str, model: Model | None, ranks_per_host: int, before: int) -> list[list[Manifest]]:
     times, kind, numbers, flags = _parsed(text)
     shape = _needed(text, model)
+    _bounded(text, numbers, times)
     hosts = [f"engine{before + i}-" for i in range(times)]
     if kind == "full" and not flags:
         world = _only(text, numbers, ("",)).get("", 1)
@@ -92,6 +107,7 @@ def _built(text: str, model: Model | None, ranks_per_host: int, before: int) -> 
     if unknown:
         raise SpecError(f"{text!r}: {', '.join(unknown)} is neither a number nor one of unfused, whole")
     sizes = _only(text, numbers, ("", "tp", "dp", "ep"))
+    _sparse(text, sizes, shape)
     tp = sizes.pop("", sizes.pop("tp", 1))
     engine = Engine(tp=tp, **sizes, fused="unfused" not in flags, whole="whole" in flags)
     _fits(text, engine.problems(shape.shape))
@@ -107,13 +123,37 @@ def _parsed(text: str) -> tuple[int, str, dict[str, int], set[str]]:
     flags: set[str] = set()
     for word in filter(None, (w.strip() for w in match["rest"].split(","))):
         name, equals, value = word.rpartition("=")
-        if value.isdigit() and int(value) > 0 and name not in numbers:
-            numbers[name] = int(value)
+        if (number := _number(value)) and name not in numbers:
+            numbers[name] = number
         elif not equals and value.isidentifier():
             flags.add(value)
         else:
             raise SpecError(f"{text!r}: {word!r} is not a whole number above 0, or given twice; {FORMS}")
-    return int(match["times"] or 1), match["kind"], numbers, flags
+    times = _number(match["times"] or "1")
+    if not times:
+        raise SpecError(f"{text!r}: {match['times']} targets are none; say how many (above 0), or leave out the 'x'")
+    return times, match["kind"], numbers, flags
+
+
+def _number(text: str) -> int:
+    """A whole number; 0 where it is none. One that is far too large stays so."""
+    return int(text[:20]) if text.isascii() and text.isdecimal() else 0
+
+
+def _bounded(text: str, numbers: Mapping[str, int], times: int = 1) -> None:
+    """Refuse what would take minutes to plan, or never end."""
+    ranks = times * math.prod(size for name, size in numbers.items() if name not in {"ep", "etp"})
+    if ranks > _MOST or max(numbers.values(), default=0) > _MOST:
+        raise SpecError(f"{text!r}: {max([ranks, *numbers.values()])} ranks are above the limit of {_MOST}")
+    if ranks > _MANY:
+        print(f"{text}: planning {ranks} ranks may take minutes", file=sys.stderr, flush=True)
+
+
+def _sparse(text: str, sizes: Mapping[str, int], model: Model) -> None:
+    """Refuse expert parallelism without experts."""
+    named = [f"{name}={sizes[name]}" for name in ("ep", "etp") if sizes.get(name, 1) > 1]
+    if named and not model.shape.experts:
+        raise SpecError(f"{text!r}: {', '.join(named)} means nothing for a model without experts; leave it out")
 
 
 def _only(text: str, numbers: Mapping[str, int], known: Iterable[str]) -> dict[str, int]:
@@ -157,10 +197,16 @@ def _saved(paths: Iterable[Path]) -> list[Manifest]:
 
 
 def save(folder: Path, sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]]) -> list[Path]:
-    """Write all manifests, a file for each rank. Returns the folders: of the source, then of each target."""
+    """Write all manifests, a file for each rank. Returns the folders: of the source, then of each target.
+
+    Raises `SpecError` where they cannot be written.
+    """
     folders = [folder / "source", *(folder / f"target-{t}" for t in range(len(targets)))]
-    for place, manifests in zip(folders, (sources, *targets), strict=True):
-        place.mkdir(parents=True, exist_ok=True)
-        for manifest in manifests:
-            (place / f"rank-{manifest.rank:05d}{_SUFFIX}").write_bytes(manifest.to_bytes())
+    try:
+        for place, manifests in zip(folders, (sources, *targets), strict=True):
+            place.mkdir(parents=True, exist_ok=True)
+            for manifest in manifests:
+                (place / f"rank-{manifest.rank:05d}{_SUFFIX}").write_bytes(manifest.to_bytes())
+    except OSError as error:
+        raise SpecError(f"manifests cannot be saved: {error}") from error
     return folders

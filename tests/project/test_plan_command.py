@@ -88,6 +88,11 @@ def test_one_tensor_is_explained(capsys, config) -> None:
         "needed by",
         "  [0:8, 0:64]  0:0, 0:1",
         "  [8:16, 0:64]  0:2, 0:3",
+        "kept in",
+        *(
+            f"  [{at}:{at + 8}, 0:64]  0:{rank}: model.layers.1.self_attn.qkv_proj.weight from element 1024 on"
+            for rank, at in enumerate((0, 0, 8, 8))
+        ),
         "sent in 2 part(s)",
         *(line for line in out.splitlines() if line.startswith("  task ")),
     ]
@@ -99,6 +104,53 @@ def test_a_gathered_tensor_says_why_and_from_where(capsys, config) -> None:
     out = plan(capsys, "--model", config, "--source", "fsdp:4", "--target", "full:1", "--explain", "model.norm.weight")
     assert "gathered because its parts are small: " in out
     assert out.count(" from rank ") == 3
+
+
+def test_a_pattern_explains_what_it_matches(capsys, config) -> None:
+    args = ("--model", config, "--source", "fsdp:2", "--target", "tp:2", "--explain")
+    out = plan(capsys, *args, "model.layers.1.self_attn.?_proj.*")
+    assert [line.split(" ")[0] for line in out.splitlines() if line.startswith("model.")] == [
+        f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"
+    ]
+    out = plan(capsys, *args, "*")
+    assert out.count("sent in ") == 20
+    assert out.endswith("and 4 more that match '*'\n")  # two layers of eleven, the embeddings and the last norm
+    assert "moves no tensor 'model.stages.*'" in refused(capsys, *args, "model.stages.*")
+
+
+def test_expert_tensor_parallelism_is_as_wide_as_tensor_parallelism_unless_given(capsys) -> None:
+    def digest(form: str) -> object:
+        return json.loads(plan(capsys, "--model", "mixtral-8x7b", "--source", form, "--target", "tp:2", "--json"))["digest"]
+
+    assert (
+        digest("megatron:tp=4,dp=2,ep=2") == digest("megatron:tp=4,dp=2,ep=2,etp=4") != digest("megatron:tp=4,dp=2,ep=2,etp=1")
+    )
+    args = ("--model", "mixtral-8x7b", "--source", "megatron:tp=4,dp=2,ep=4", "--target", "tp:2")
+    assert "ep * etp = 16 does not divide the 8 ranks of a stage (tp * dp); etp is 4, as tp" in refused(capsys, *args)
+
+
+def test_one_sentence_for_all_tensors_above_the_watermark(capsys, config) -> None:
+    args = ("--model", config, "--source", "fsdp:4", "--target", "tp:2", "--max-tmp-bytes", "64")
+    err = refused(capsys, *args)
+    assert err.count("above the watermark") == 1
+    assert "1 problem found" in err and "model.embed_tokens.weight" in err and "model.norm.weight" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([], "a mapping of names to values, not a list"),
+        ({"vocab_size": "x"}, "vocab_size is 'x'"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers is -2"),
+        ({"hidden_size": None, "head_dim": 0}, "hidden_size is None, head_dim is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+    ],
+)
+def test_a_config_of_something_else_is_refused(capsys, tmp_path, changes, said) -> None:
+    (tmp_path / "list.json").write_text(json.dumps(TINY | changes if changes else changes))
+    err = refused(capsys, "--model", str(tmp_path / "list.json"), "--source", "fsdp:2", "--target", "tp:2")
+    assert "ModelError" in err and said in err
 
 
 def test_an_unknown_tensor_is_refused_with_a_near_one(capsys, config) -> None:
@@ -157,6 +209,15 @@ async def test_a_live_target_is_asked_for_its_manifests(capsys, config, tmp_path
     [
         (("--source", "zero3:8", "--target", "tp:2"), "fsdp:N[,replicas=R]"),
         (("--source", "fsdp:8", "--target", "pp:2"), "tp:T[,dp=D][,ep=E]"),
+        (("--source", "fsdp:99999999999999999999", "--target", "tp:2"), "ranks are above the limit of 16384"),
+        (("--source", "fsdp:16385", "--target", "tp:2"), "16385 ranks are above the limit of 16384"),
+        (("--source", "fsdp:2", "--target", "99999x tp"), "neither of a known form"),
+        (("--source", "fsdp:2", "--target", "99999x full:"), "99999 ranks are above the limit of 16384"),
+        (("--source", "megatron:tp=8,pp=64,dp=64", "--target", "tp:2"), "32768 ranks are above the limit"),
+        (("--source", "megatron:tp=2,ep=2", "--target", "tp:2"), "ep=2 means nothing for a model without experts"),
+        (("--source", "fsdp:2", "--target", "tp:2,ep=2"), "ep=2 means nothing for a model without experts"),
+        (("--source", "fsdp:2", "--target", "0x tp:2"), "0 targets are none; say how many"),
+        (("--source", "fsdp:²", "--target", "tp:2"), "not a whole number above 0"),
         (("--source", "nonsense", "--target", "tp:2"), "neither of a known form nor a file"),
         (("--source", "fsdp:0", "--target", "tp:2"), "not a whole number above 0"),
         (("--source", "fsdp:2,tp=2", "--target", "tp:2"), "tp means nothing here; known are replicas"),
@@ -167,6 +228,11 @@ async def test_a_live_target_is_asked_for_its_manifests(capsys, config, tmp_path
         (("--source", "megatron:tp=4", "--target", "tp:2"), "tp = 4 does not divide kv_heads = 2"),
         (("--source", "megatron:pp=3", "--target", "tp:2"), "pp = 3 is above the 2 layers"),
         (("--source", "fsdp:2", "--target", "tp:2", "--link-gbps", "0"), "link_gbps"),
+        *(
+            (("--source", "fsdp:2", "--target", "tp:2", knob, value), "must be finite numbers above 0")
+            for knob in ("--link-gbps", "--host-gbps", "--timeout")
+            for value in ("nan", "inf", "0")
+        ),
         (("--source", "fsdp:2", "--target", "tp:2", "--max-tmp-bytes", "lots"), "max_tmp_bytes"),
         (("--source", "fsdp:2", "--target", "unix:/nowhere/x.sock"), "unix:/nowhere/x.sock"),
     ],
