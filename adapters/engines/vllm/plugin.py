@@ -1,0 +1,58 @@
+"""What vLLM loads of syncline by its entry points, which are all named ``syncline``.
+
+``vllm.general_plugins``: registers the backend, in every process of vLLM.
+
+Where entry points are not loaded (``VLLM_PLUGINS`` names others), ``--worker-extension-cls
+syncline.adapters.engines.vllm.plugin.WorkerExtension`` does the same.
+
+``vllm.endpoint_plugins`` (0.32; loaded only with ``VLLM_PLUGINS=syncline``): a server with random weights is paused before it
+takes its first request. Without it such a server answers from them until a source has located it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+BACKEND = "syncline"
+
+
+def register() -> None:
+    """Make ``{"backend": "syncline"}`` known to vLLM. May be called again. Does nothing in a vLLM without such backends."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    with contextlib.suppress(ValueError):  # it is registered already
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "syncline.adapters.engines.vllm.backend", "SynclineWeightTransferEngine"
+        )
+
+
+class WorkerExtension:
+    """For ``--worker-extension-cls``: importing this module in a worker registers the backend."""
+
+
+class PausedStart:
+    """Implements vLLM's ``EndpointPlugin``, without endpoints: pauses a server whose weights are random."""
+
+    name = "syncline"
+    required_tasks = None
+
+    def attach_router(self, app: Any) -> None:
+        """No endpoints."""
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Called before the server listens."""
+        settings = getattr(engine_client, "vllm_config", None)
+        transfer = getattr(settings, "weight_transfer_config", None)
+        if transfer is not None and transfer.backend == BACKEND and is_dummy(settings):
+            await engine_client.pause_generation(mode="abort")
+
+
+def is_dummy(settings: Any) -> bool:
+    """Whether vLLM was started with random weights (``--load-format dummy``). Takes its ``VllmConfig``."""
+    return str(getattr(settings.load_config, "load_format", "")).rpartition(".")[2].lower() == "dummy"
+
+
+register()

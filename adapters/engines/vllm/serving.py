@@ -1,0 +1,175 @@
+"""What a receiver says about forward passes, and what vLLM does about it.
+
+Only the leader rank's worker speaks to vLLM; its endpoints act on all workers. The others' part is to let their main thread go
+when the push is over.
+
+==========  ==============================================================================================================
+receiver    leader rank: vLLM's endpoints
+==========  ==============================================================================================================
+pause       ``/pause`` (and keys and values of the old weights dropped, but for those that requests in flight keep)
+(loader)    ``/start_weight_update``, then ``/update_weights``, which returns only when the push is over
+resume      ``/update_weights`` returns, ``/finish_weight_update`` with the version, ``/resume``
+fence       ``/update_weights`` returns, ``/finish_weight_update``, ``/pause?mode=abort``; nothing is resumed
+==========  ==============================================================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from syncline.engine.errors import LoaderError, SynclineError
+from syncline.engine.messages import InFlight
+
+from .front import Front, quietly
+from .main_thread import MainThread
+
+log = logging.getLogger("syncline.vllm")
+
+_OPEN_S = 20.0
+_DRAIN_S = 3600.0
+"""A drain lasts as long as the longest request; the push's own deadline ends it."""
+_AGAIN_S = 0.5
+
+
+class MemberServing:
+    """Implements `Serving` and `Fencing` on a rank that is not the leader."""
+
+    def __init__(self, main: MainThread) -> None:
+        self._main = main
+
+    async def pause(self, in_flight: InFlight) -> None:
+        """The leader has paused vLLM already."""
+        self._main.expect()
+
+    async def resume(self, version: int) -> None:
+        self._main.release(committed=True)
+
+    async def fence(self, reason: str) -> None:
+        self._main.release(committed=False)
+
+
+class LeaderServing:
+    """Implements `Serving`, `Fencing` and `Flushing` on the leader rank.
+
+    What has to be so (resumed, or fenced) is asked for until vLLM has done it or something else is wanted, however long the
+    receiver waits for it.
+
+    Args:
+        front: vLLM's endpoints.
+        main: this worker's main thread.
+        prefix_caching: vLLM keeps keys and values for requests to come. They are dropped at every commit, and requests in
+            flight are then computed anew from their tokens, since vLLM cannot tell the two apart. Without it, requests that
+            are kept go on with the keys and values that they have.
+    """
+
+    def __init__(self, front: Front, main: MainThread, *, prefix_caching: bool) -> None:
+        self._front, self._main = front, main
+        self._prefix_caching = prefix_caching
+        self._update: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._named: int | None = None
+        self._flush = False
+        self._one_at_a_time = asyncio.Lock()
+        self._wish = object()
+        self._wishes: set[asyncio.Task[None]] = set()
+
+    async def pause(self, in_flight: InFlight) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wish = object()
+        self._main.expect()
+        # With `keep` and no prefix cache there is nothing that a later request could hit: what is kept is kept.
+        clear = self._prefix_caching or in_flight != "keep"
+        async with self._one_at_a_time:
+            await self._front.pause(in_flight, clear_cache=clear, timeout_s=_DRAIN_S)
+            if self._prefix_caching:
+                await self._front.reset_prefix_cache()
+
+    async def flush(self, version: int) -> None:
+        """Noted: vLLM is busy with the update now, and its cache is dropped before it resumes."""
+        self._flush = True
+
+    def open_session(self, version: int | None) -> None:
+        """From the loader's thread: bring every worker's main thread to its `MainThread.serve`.
+
+        Raises:
+            LoaderError: vLLM does not begin an update.
+        """
+        assert self._loop is not None, "a push begins with a pause"
+        try:
+            asyncio.run_coroutine_threadsafe(self._open(version), self._loop).result(_OPEN_S)
+        except SynclineError as error:
+            raise LoaderError(f"vLLM did not begin the update: {error}") from error
+        except TimeoutError:
+            raise LoaderError(f"vLLM did not begin the update within {_OPEN_S:g} s") from None
+
+    async def _open(self, version: int | None) -> None:
+        async with self._one_at_a_time:
+            if self._main.updating:  # something went wrong between a start and its finish
+                await self._front.finish(None)
+            await self._front.start()
+            self._update = asyncio.create_task(self._front.update(f"version {version}"), name="syncline-vllm-update")
+
+    async def resume(self, version: int) -> None:
+        self._main.release(committed=True)
+        await self._insist("resume", lambda: self._resume(version))
+
+    async def fence(self, reason: str) -> None:
+        """Requests in flight are aborted; those that come wait until a push has committed."""
+        self._main.release(committed=False)
+        log.warning("vLLM at %s is fenced: %s", self._front.url, reason)
+        await self._insist("pause", self._fence)
+
+    async def _resume(self, version: int) -> None:
+        await self._end_update(version)
+        if version != self._named:
+            await self._front.name_version(version)
+            self._named = version
+        if self._flush:
+            await self._front.reset_prefix_cache()
+            self._flush = False
+        await self._front.resume()
+
+    async def _fence(self) -> None:
+        self._flush = False
+        await self._end_update(None)
+        await self._front.pause("abort", clear_cache=True)
+
+    async def _end_update(self, version: int | None) -> None:
+        update, self._update = self._update, None
+        if update is not None and (failed := await quietly(update)) is not None:
+            raise LoaderError(f"vLLM's update did not end well: {failed}")
+        if self._main.updating:
+            await self._front.finish(version)
+            self._named = version if version is not None and self._front.names_at_finish else self._named
+
+    async def _insist(self, what: str, act: Callable[[], Awaitable[None]]) -> None:
+        """Do it; if that fails, try again until it is done or something else is wanted. Goes on if the caller gives up."""
+        wish = self._wish = object()
+
+        async def insist() -> None:
+            while self._wish is wish:
+                try:
+                    async with self._one_at_a_time:
+                        if self._wish is wish:
+                            await act()
+                    return
+                except SynclineError:
+                    log.exception("vLLM at %s did not %s; trying again", self._front.url, what)
+                await asyncio.sleep(_AGAIN_S)
+
+        task = asyncio.create_task(insist(), name=f"syncline-vllm-{what}")
+        self._wishes.add(task)
+        task.add_done_callback(self._wishes.discard)
+        await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """End what runs. vLLM stays paused, or not, as it is."""
+        self._wish = object()
+        running = {*self._wishes, *([self._update] if self._update is not None else [])}
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        await self._front.close()

@@ -1,0 +1,45 @@
+"""For ``--worker-extension-cls faulty.Faulty``: lets a test have a worker's loading raise, at a part of its choice.
+
+It is also another way to have the backend registered: by the module that vLLM imports for the class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from syncline.adapters.engines.vllm.bracket import Bracket
+from syncline.adapters.engines.vllm.plugin import WorkerExtension
+
+
+class Faulty(WorkerExtension):
+    """Methods that the endpoint ``/collective_rpc`` calls."""
+
+    def fail_loading(self, rank: int, at: int, how: str) -> None:
+        """On one rank the ``at``-th load from now raises (``raise``), or gets tensors of a wrong shape (``shape``). Once."""
+        load, left = Bracket.load, at
+        if self.rank != rank:  # type: ignore[attr-defined]
+            return
+
+        def faulty(bracket: Bracket, tensors: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                Bracket.load = load  # type: ignore[method-assign]
+                if how == "raise":
+                    raise RuntimeError("injected while loading")
+                tensors = [(name, torch.zeros(2, 3, 5)) for name, _ in tensors]
+            load(bracket, tensors)
+
+        Bracket.load = faulty  # type: ignore[method-assign]
+
+    def meta_tensors(self) -> int:
+        """How many tensors of the model have no memory."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return sum(t.is_meta for t in [*model.parameters(), *model.buffers()])
+
+    def addresses(self) -> int:
+        """A number that changes when a parameter moves."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return hash(tuple(t.data_ptr() for t in model.parameters()))
