@@ -1,0 +1,94 @@
+"""`SGLangTarget`: an SGLang server as a source names it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Sequence
+
+from syncline.engine.config import TransferConfig
+from syncline.engine.errors import ConfigError
+from syncline.engine.targets import LeaderAddress
+
+from .front import SGLangFront
+from .options import SGLangOptions
+from .standin import SGLangReceiver
+
+
+class SGLangTarget:
+    """An SGLang server, updated while it serves. Implements `syncline.engine.Target`.
+
+        engine = TransferEngine(source=FSDPSource(model), targets=[SGLangTarget("http://127.0.0.1:30000")])
+
+    Source rank 0 runs the server's stand-in (`SGLangReceiver`) in its own process. Where the target has to outlive the source,
+    run an `SGLangReceiver` beside the server and name that one with `RemoteTarget`.
+
+    Args:
+        url: the server, ``http://host:port``. It need not be up yet.
+        options: how it is reached and updated.
+    """
+
+    def __init__(self, url: str, options: SGLangOptions | None = None) -> None:
+        self._url = url
+        self._options = options or SGLangOptions()
+        self._standin: SGLangReceiver | None = None
+        self._folder = ""
+
+    @property
+    def address(self) -> str:
+        """The URL."""
+        return self._url
+
+    @property
+    def standin(self) -> SGLangReceiver | None:
+        """What stands in for the server, on source rank 0 once it is connected."""
+        return self._standin
+
+    def problems(self, config: TransferConfig) -> Sequence[str]:
+        """The URL is none, or the landing mode cannot be had."""
+        problems: list[str] = []
+        try:
+            SGLangFront(self._url)
+        except ConfigError as error:
+            problems += error.problems
+        else:
+            problems += self._options.problems(self._url)
+        if config.landing == "mapped":
+            problems.append(
+                f"target {self._url}: an SGLang server cannot map memory of others; use landing 'staged' or 'streamed'"
+            )
+        return problems
+
+    async def locate(self, config: TransferConfig) -> LeaderAddress:
+        """Start the stand-in, or look whether the server is still the one that it was started for."""
+        if self._standin is not None:
+            await self._standin.attach()
+            return LeaderAddress(self._standin.address)
+        self._folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="syncline-")  # 0700
+        standin = SGLangReceiver(
+            self._url,
+            listen=f"unix:{self._folder}/sglang.sock",
+            options=self._options,
+            secret=config.secret,
+            bind_host=config.bind_host,
+        )
+        try:
+            await standin.start()
+        except BaseException:
+            await self._remove_folder()
+            raise
+        self._standin = standin
+        return LeaderAddress(standin.address)
+
+    async def close(self) -> None:
+        """End the stand-in. The server goes on with what it serves."""
+        standin, self._standin = self._standin, None
+        if standin is not None:
+            await standin.close()
+        await self._remove_folder()
+
+    async def _remove_folder(self) -> None:
+        folder, self._folder = self._folder, ""
+        if folder:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

@@ -1,0 +1,277 @@
+"""How the buckets of a push reach an SGLang server: by broadcasts, through a checkpoint folder, or in the calls themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import pickle  # noqa: TID251 - one endpoint of SGLang wants to be sent one; see `TensorWay`
+import shutil
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from syncline.engine.errors import SynclineError
+from syncline.stages.copies import torch_dtype
+
+from ..update_group import Backend, HostedStore, Place, UpdateGroup
+from .buckets import Bucket, Slot
+from .front import Selector, ServerInfo, SGLangFront
+
+_GROUP_S = 60.0
+_LAST_WORD_S = 5.0
+"""After our side of a broadcast has failed, the server is given so long to say how it saw that."""
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+
+
+class Way(Protocol):
+    """How buckets reach the server. Lives on the event loop; after an error `drop` has to follow."""
+
+    async def begin(self, info: ServerInfo, selector: Selector) -> None:
+        """A push begins; what it needs is made."""
+        ...
+
+    async def send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
+        """Bring one bucket into the model. ``data``: its bytes (uint8). ``version``: given with the last bucket."""
+        ...
+
+    async def end(self) -> None:
+        """All buckets were sent."""
+        ...
+
+    async def drop(self) -> None:
+        """Throw away what may be of no use after an error."""
+        ...
+
+    async def close(self) -> None:
+        """Idempotent."""
+        ...
+
+
+class DistributedWay:
+    """Implements `Way` by broadcasts in a process group of our own, of which this process is rank 0.
+
+    The group is made once and used push after push; after any error it is thrown away, and the next push makes another.
+
+    Args:
+        front: the server.
+        backend: ``gloo`` goes from CPU memory to any server, ``nccl`` from this process's GPU to the server's.
+        host: address of this machine, as the server reaches it. Whoever else reaches it could join instead of the server.
+        timeout_s: longest time for one bucket, in seconds.
+    """
+
+    def __init__(self, front: SGLangFront, *, backend: Backend, host: str, timeout_s: float) -> None:
+        self._front, self._backend, self._host, self._timeout_s = front, backend, host, timeout_s
+        self._info: ServerInfo | None = None
+        self._selector: Selector = "target"
+        self._store: HostedStore | None = None
+        self._group: UpdateGroup | None = None
+        self._made = 0
+
+    async def begin(self, info: ServerInfo, selector: Selector) -> None:
+        if self._group is None or not self._group.usable or self._info is None or self._info.life != info.life:
+            await self.drop()
+            await self._meet(info)
+        self._info, self._selector = info, selector
+        await self._front.begin(info.dialect, selector)
+
+    async def _meet(self, info: ServerInfo) -> None:
+        """Make the group: both sides have to enter at the same time."""
+        self._made += 1
+        self._store = store = await HostedStore.listen(self._host)
+        place = Place(
+            name=f"syncline-{store.port}-{self._made}",
+            host=store.host,
+            port=store.port,
+            rank=0,
+            world_size=1 + info.tp_size,
+            backend=self._backend,
+        )
+        invite = self._front.init_group(
+            host=place.host,
+            port=place.port,
+            world_size=place.world_size,
+            name=place.name,
+            backend=place.backend,
+            timeout_s=_GROUP_S,
+        )
+        self._group = await _both(UpdateGroup.join(place, timeout_s=_GROUP_S), invite)
+
+    async def send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
+        group, info = self._group, self._info
+        assert group is not None
+        assert info is not None
+        update = self._front.update_from_distributed(
+            info.dialect,
+            names=[slot.name for slot in bucket.slots],
+            dtypes=[slot.dtype for slot in bucket.slots],
+            shapes=[slot.shape for slot in bucket.slots],
+            group=group.place.name,
+            version=version,
+            selector=self._selector,
+            timeout_s=self._timeout_s,
+        )
+        await _both(_broadcast(group, data, self._timeout_s), update)
+
+    async def end(self) -> None:
+        assert self._info is not None
+        await self._front.end(self._info.dialect)
+
+    async def drop(self) -> None:
+        group, self._group = self._group, None
+        store, self._store = self._store, None
+        if group is not None:
+            await group.close()
+            with contextlib.suppress(SynclineError):  # it may be gone, or have thrown the group away itself
+                await self._front.destroy_group(group.place.name)
+        if store is not None:
+            store.close()
+
+    async def close(self) -> None:
+        await self.drop()
+
+
+class DiskWay:
+    """Implements `Way` by a checkpoint in a temporary folder, which the server reads: the last resort.
+
+    The server takes the folder for its model's from then on, so it is kept until the next one is read, or until `close`.
+
+    Args:
+        front: the server, on this machine or one that sees the same folders.
+        parent: where to make the folders; None takes the system's place for temporary files.
+        timeout_s: longest time for reading, in seconds.
+    """
+
+    def __init__(self, front: SGLangFront, *, parent: str | None, timeout_s: float) -> None:
+        self._front, self._parent, self._timeout_s = front, parent, timeout_s
+        self._model = ""
+        self._folder: Path | None = None
+        self._read: Path | None = None
+        self._files = 0
+        self._version: str | None = None
+
+    async def begin(self, info: ServerInfo, selector: Selector) -> None:
+        await self.drop()
+        if self._read is None:
+            self._model = info.model_path
+        self._files, self._version = 0, None
+        self._folder = await asyncio.to_thread(self._make)
+
+    async def send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
+        assert self._folder is not None
+        self._files += 1
+        self._version = version
+        await asyncio.to_thread(_write, self._folder / f"model-{self._files:05d}.safetensors", bucket, data)
+
+    async def end(self) -> None:
+        assert self._folder is not None
+        await self._front.update_from_disk(folder=str(self._folder), version=self._version, timeout_s=self._timeout_s)
+        before, self._read, self._folder = self._read, self._folder, None
+        if before is not None:
+            await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+
+    async def drop(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def close(self) -> None:
+        await self.drop()
+        read, self._read = self._read, None
+        if read is not None:
+            await asyncio.to_thread(shutil.rmtree, read, ignore_errors=True)
+
+    def _make(self) -> Path:
+        """A folder with everything of the model but its weights."""
+        folder = Path(tempfile.mkdtemp(prefix="syncline-sglang-", dir=self._parent))
+        model = Path(self._model)
+        if model.is_dir():
+            for file in model.iterdir():
+                if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, folder / file.name)
+        return folder
+
+
+class TensorWay:
+    """Implements `Way` by calls that carry the tensors: ``/update_weights_from_tensor``, which wants a pickle.
+
+    We send one, since the user has asked for it, and to loopback only; nobody unpickles anything here. Each rank of the server
+    gets every byte, in base64: slow, and of use where nothing else gets through.
+
+    Args:
+        front: the server.
+        timeout_s: longest time for one bucket, in seconds.
+    """
+
+    def __init__(self, front: SGLangFront, *, timeout_s: float) -> None:
+        self._front, self._timeout_s = front, timeout_s
+        self._info: ServerInfo | None = None
+        self._selector: Selector = "target"
+
+    async def begin(self, info: ServerInfo, selector: Selector) -> None:
+        self._info, self._selector = info, selector
+        await self._front.begin(info.dialect, selector)
+
+    async def send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
+        assert self._info is not None
+        payload = await asyncio.to_thread(_pickled, bucket, data)
+        await self._front.update_from_tensor(
+            self._info.dialect,
+            payloads=[payload] * self._info.tp_size,
+            version=version,
+            selector=self._selector,
+            timeout_s=self._timeout_s,
+        )
+
+    async def end(self) -> None:
+        assert self._info is not None
+        await self._front.end(self._info.dialect)
+
+    async def drop(self) -> None:
+        """Nothing is kept."""
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+
+async def _broadcast(group: UpdateGroup, data: torch.Tensor, timeout_s: float) -> None:
+    await group.broadcast(data, patience_s=timeout_s)
+
+
+async def _both(ours: Coroutine[Any, Any, Any], theirs: Coroutine[Any, Any, None]) -> Any:
+    """Our side and the server's, at the same time: a collective returns on neither before both have entered it.
+
+    Returns what our side does. When one fails the other is not waited for, since it may never end.
+    """
+    mine, server = asyncio.create_task(ours), asyncio.create_task(theirs)
+    try:
+        await asyncio.wait({mine, server}, return_when=asyncio.FIRST_EXCEPTION)
+        if not server.done():
+            await asyncio.wait({server}, timeout=_LAST_WORD_S)
+        if server.done():
+            server.result()  # the server's own words say more
+        result = mine.result()
+    finally:
+        for task in (mine, server):
+            task.cancel()
+        await asyncio.gather(mine, server, return_exceptions=True)
+    return result
+
+
+def _view(slot: Slot, data: torch.Tensor) -> torch.Tensor:
+    return data[slot.offset : slot.offset + slot.nbytes].view(torch_dtype(slot.dtype)).view(slot.shape)
+
+
+def _write(path: Path, bucket: Bucket, data: torch.Tensor) -> None:
+    from safetensors.torch import save_file
+
+    save_file({slot.name: _view(slot, data) for slot in bucket.slots}, path)
+
+
+def _pickled(bucket: Bucket, data: torch.Tensor) -> str:
+    """What SGLang's endpoint demands: pairs of name and tensor, each tensor with memory of its own."""
+    pairs = [(slot.name, _view(slot, data).clone()) for slot in bucket.slots]
+    return base64.b64encode(pickle.dumps(pairs)).decode("ascii")

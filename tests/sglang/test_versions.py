@@ -1,0 +1,230 @@
+"""Which calls are made to which version: asked of a server that only records them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from syncline.adapters.engines.sglang import SGLangFront, SGLangOptions, SGLangReceiver, SGLangTarget
+from syncline.adapters.engines.sglang.front import CacheNotFlushed, ServerInfo
+from syncline.adapters.engines.sglang.versions import dialect_of
+from syncline.engine import TransferConfig
+from syncline.engine.errors import ConfigError, LoaderError, ProtocolError
+from syncline.scheduler.layout import Box, Buffer, BufferTable, Layout, Piece, PieceTable, Tensor, TensorTable
+
+
+class Recorder:
+    """Answers every call; some by what a test has put there."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        self.calls.append((request.path_qs.lstrip("/"), body))
+        status, answer = self.answers.get(request.path.lstrip("/"), (200, {"success": True, "message": "Success"}))
+        return web.json_response(answer, status=status)
+
+
+class Scripted(Recorder):
+    """Enough of a server for a stand-in to attach to it: it remembers its weights' version."""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.path == "/update_weight_version":
+            version = (await request.json())["new_version"]
+            self.answers["model_info"] = (200, {"weight_version": version})
+        return await super().handle(request)
+
+
+@pytest.fixture
+async def recorder(request):
+    recorder = getattr(request, "param", Recorder)()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", recorder.handle)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    recorder.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield recorder
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def front(recorder):
+    front = SGLangFront(recorder.url, timeout_s=10)
+    yield front
+    await front.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "differs"),
+    [
+        ("0.5.23", {"sessions", "flush_waits", "keeps_memory"}),
+        ("0.5.21", {"sessions", "flush_waits", "keeps_memory"}),
+        ("0.5.20", {"flush_waits", "keeps_memory"}),
+        ("0.5.10.post1", {"flush_waits"}),
+        ("0.5.9", set()),
+    ],
+)
+async def test_calls_by_version(recorder, front, version: str, differs: set[str]) -> None:
+    sessions = "sessions" in differs
+    dialect = dialect_of(version)
+    await front.begin(dialect, "target")
+    await front.update_from_distributed(
+        dialect, names=["a"], dtypes=["float32"], shapes=[(2, 3)], group="g", version="7", selector="target", timeout_s=10
+    )
+    await front.end(dialect)
+    await front.flush_cache(dialect, 2.0)
+    await front.resume(dialect)
+    calls = dict(recorder.calls)
+    update = {
+        "names": ["a"],
+        "dtypes": ["float32"],
+        "shapes": [[2, 3]],
+        "group_name": "g",
+        "load_format": "flattened_bucket",
+        "flush_cache": False,
+        "weight_version": "7",
+    }
+    session = ["begin_weight_update", "update_weights_from_distributed", "end_weight_update"]
+    assert list(calls)[:-2] == (session if sessions else session[1:2])
+    assert calls["update_weights_from_distributed"] == (update | {"selector": "target"} if sessions else update)
+    assert ("flush_cache?timeout=2" in calls) == ("flush_waits" in differs)
+    assert calls["continue_generation"] == ({"torch_empty_cache": False} if "keeps_memory" in differs else {})
+
+
+@pytest.mark.parametrize("version", ["0.4.9", "0.5.8.post1", "0.6.0", "1.0.0", "nightly", ""])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not supported|is no version"):
+        dialect_of(version)
+
+
+async def test_a_version_without_drain_says_so(front) -> None:
+    with pytest.raises(LoaderError, match="no way to drain"):
+        await front.drain(dialect_of("0.5.20"))
+
+
+async def test_a_session_that_was_left_open_is_ended_first(recorder, front) -> None:
+    recorder.answers["begin_weight_update"] = (400, {"success": False, "message": "a weight-update session is already open"})
+    with pytest.raises(LoaderError, match="already open"):  # this recorder says so for ever
+        await front.begin(dialect_of("0.5.23"), "target")
+    assert [path for path, _ in recorder.calls] == ["begin_weight_update", "end_weight_update", "begin_weight_update"]
+
+
+async def test_what_answers_mean(recorder, front) -> None:
+    dialect = dialect_of("0.5.23")
+    recorder.answers["update_weights_from_tensor"] = (
+        400,
+        {"success": False, "message": "Weights were updated, but the cache was not flushed because requests are running."},
+    )
+    with pytest.raises(CacheNotFlushed):
+        await front.update_from_tensor(dialect, payloads=["x"], version=None, selector="all", timeout_s=10)
+    recorder.answers["update_weights_from_tensor"] = (400, {"success": False, "message": "Failed to update parameter online"})
+    with pytest.raises(LoaderError, match="Failed to update parameter online") as raised:
+        await front.update_from_tensor(dialect, payloads=["x"], version=None, selector="all", timeout_s=10)
+    assert not isinstance(raised.value, CacheNotFlushed)
+    recorder.answers["pause_generation"] = (404, {"detail": "Not Found"})
+    with pytest.raises(ProtocolError, match="is this an SGLang server"):
+        await front.pause("abort")
+
+
+async def test_how_a_server_must_be_run(recorder) -> None:
+    said = {"version": "0.5.23", "dp_size": 2, "pp_size": 2, "weight_cache_mode": "client", "load_format": "auto"}
+    recorder.answers["server_info"] = (200, said)
+    receiver = SGLangReceiver(recorder.url)
+    with pytest.raises(ConfigError) as raised:
+        await receiver.start()
+    assert [word for word in ("dp_size", "pp_size", "weight-cache-mode") if word not in str(raised.value)] == []
+    recorder.answers["server_info"] = (200, {"version": "0.4.1"})
+    receiver = SGLangReceiver(recorder.url)
+    with pytest.raises(ConfigError, match=r"0\.4\.1 is not supported"):
+        await receiver.start()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        ("ftp://here", SGLangOptions(), "not the URL"),
+        ("http://10.0.0.7:30000", SGLangOptions(transport="tensor"), "to loopback only"),
+        ("http://127.0.0.1:1", SGLangOptions(transport="pigeon"), "transport is 'pigeon'"),
+        ("http://127.0.0.1:1", SGLangOptions(bucket_bytes="many"), "bucket_bytes"),
+        ("http://127.0.0.1:1", SGLangOptions(timeout_s=0), "timeout_s is 0"),
+    ],
+)
+def test_bad_options_are_told(url: str, options: SGLangOptions, said: str) -> None:
+    problems = SGLangTarget(url, options).problems(TransferConfig())
+    assert any(said in problem for problem in problems)
+
+
+def test_mapped_is_refused() -> None:
+    problems = SGLangTarget("http://127.0.0.1:1").problems(TransferConfig(landing="mapped"))
+    assert any("use landing 'staged' or 'streamed'" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("radix_cache", "overlap", "kept"), [(False, False, True), (True, False, False), (False, True, False), (True, True, False)]
+)
+def test_where_requests_keep_their_keys_and_values(radix_cache: bool, overlap: bool, kept: bool) -> None:
+    info = ServerInfo(
+        dialect=dialect_of("0.5.23"),
+        model_path="",
+        load_format="auto",
+        dtype="float32",
+        device="cpu",
+        tp_size=1,
+        dp_size=1,
+        pp_size=1,
+        radix_cache=radix_cache,
+        overlap=overlap,
+        memory_saver=False,
+        weight_cache=False,
+        life="",
+    )
+    assert info.keeps_in_place is kept
+
+
+def paths(recorder: Recorder) -> list[str]:
+    """What was called since the last look, but for questions."""
+    found = [path for path, _ in recorder.calls if path not in {"model_info", "server_info", "ready", "health"}]
+    recorder.calls.clear()
+    return found
+
+
+@pytest.mark.parametrize("recorder", [Scripted], indirect=True)
+async def test_memory_is_released_and_resumed_by_tag(recorder) -> None:
+    recorder.answers["server_info"] = (200, {"version": "0.5.23", "enable_memory_saver": True, "load_format": "auto"})
+    recorder.answers["model_info"] = (200, {"weight_version": "3"})
+    layout = Layout(
+        tensors=TensorTable.of([Tensor(name="w", shape=(2,), dtype="float32")]),
+        pieces=PieceTable.of(
+            [Piece(tensor=0, box=Box(start=(0,), shape=(2,)), buffer=0, offset=0, strides=(1,), dtype="float32")]
+        ),
+        buffers=BufferTable.of([Buffer(name="w", nbytes=8)]),
+        whole_tensors=True,
+    )
+    async with SGLangReceiver(recorder.url, options=SGLangOptions(layout=layout, watch_s=60)) as receiver:
+        assert (receiver.state, receiver.version) == ("COMMITTED", 3)
+        paths(recorder)
+        await receiver.release_memory(["kv_cache"])
+        assert recorder.calls[-1] == ("release_memory_occupation", {"tags": ["kv_cache"]})
+        assert [path for path in paths(recorder) if "pause" in path or "continue" in path] == ["pause_generation"]
+        with pytest.raises(ConfigError, match="released already"):
+            await receiver.release_memory(["kv_cache"])
+        with pytest.raises(ConfigError, match="'weights' is not released"):
+            await receiver.resume_memory(["weights"])
+        await receiver.resume_memory()
+        assert paths(recorder) == ["resume_memory_occupation", "continue_generation"]
+        assert receiver.state == "COMMITTED"
+
+        await receiver.release_memory(["weights", "kv_cache"])
+        assert (receiver.state, receiver.version) == ("FENCED", None)  # nothing is left to serve
+        assert recorder.answers["model_info"] == (200, {"weight_version": "syncline-unfinished"})
+        paths(recorder)
+        await receiver.resume_memory(["weights"])
+        await receiver.resume_memory(["kv_cache"])
+        assert paths(recorder) == ["resume_memory_occupation", "resume_memory_occupation"]  # it waits for a push
