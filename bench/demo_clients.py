@@ -87,16 +87,13 @@ class Clients:
         assert self._session is not None
         began = asyncio.get_running_loop().time()
         prompt_ids = list(self.tokenizer.encode(prompt))
-        body = {"prompt_ids": prompt_ids, "max_new_tokens": self.new_tokens, "temperature": 0.0}
-        async with self._session.post(f"{server.http}/generate", json=body) as reply:
-            reply.raise_for_status()
-            answer = await reply.json()
+        said = await server.ask(self._session, prompt_ids, self.new_tokens)
         return Answer(
             server=server.number,
             prompt=prompt,
             prompt_ids=prompt_ids,
-            token_ids=answer["token_ids"],
-            text=answer["text"],
-            versions=answer["versions"],
+            token_ids=said.token_ids,
+            text=said.text or str(self.tokenizer.decode(said.token_ids)),
+            versions=said.versions,
             seconds=asyncio.get_running_loop().time() - began,
         )

@@ -17,10 +17,11 @@ from torch import nn
 
 from syncline.adapters.engines.checkpoints import load_model, load_tokenizer
 from syncline.adapters.trainers import FSDPSource
-from syncline.engine import PushReport, RemoteTarget, TransferConfig, TransferEngine
+from syncline.engine import PushReport, TransferConfig, TransferEngine
 from syncline.engine.config import Transport
 from syncline.engine.messages import Landing
 
+from .demo_engines import Engine, target_of
 from .demo_model import model_dtype
 
 _REJOIN_S = 120.0
@@ -37,6 +38,7 @@ class TrainerArgs:
     model: str
     targets: tuple[str, ...]
     work_dir: Path
+    engine: Engine = "syncline"
     steps: int = 8
     batch: int = 4
     context: int = 128
@@ -129,7 +131,7 @@ async def train(args: TrainerArgs) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     engine = TransferEngine(
         source=FSDPSource(model),
-        targets=[RemoteTarget(address) for address in args.targets],
+        targets=[target_of(args.engine, address) for address in args.targets],
         config=TransferConfig(
             max_tmp_bytes=args.max_tmp_bytes,
             landing=args.landing,
