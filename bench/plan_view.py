@@ -42,7 +42,7 @@ def _facts(plan: Plan) -> list[str]:
 
 def _routes(plan: Plan) -> list[str]:
     routing = plan.routing
-    lines = [f"route      {plan.options.route}", f"direct     {routing.direct_tensors} tensors, {size(routing.direct_nbytes)}"]
+    lines = [f"route      {plan.options.route}", f"direct     {routing.direct_in_words}"]
     gathered = f"gathered   {routing.gathered_tensors} tensors, {size(routing.gathered_nbytes)}"
     if not routing.gathered_tensors:
         return [*lines, gathered]

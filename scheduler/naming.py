@@ -17,7 +17,7 @@ from .columns import Ints, TensorTable, ints, pad_axes
 from .problems import Problems, listed
 from .regions import Mask
 from .sides import Holder, Sides
-from .suggest import renames
+from .suggest import fused, renames
 
 Scope = frozenset[str] | None
 
@@ -25,6 +25,7 @@ _SCALES = ("_scale_inv", "_scale", "_scale_2", "_scale_from_checkpoint")
 """Endings by which checkpoints name the scales of a quantized tensor."""
 _PACKED = ("_packed", "qweight")
 """Endings by which checkpoints name packed quantized weights."""
+_LAYOUT = "say how the target is laid out: ModuleLoader(module, layout=tp_layout(...)), or a learned layout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +181,18 @@ def _same_shapes(holder: Holder, table: _SourceTensors, index: Ints, problems: P
         known = table.names[at]
         called = "" if known == tensor.name else f" (there called {known})"
         shapes = f"the source has shape {table.shape_of(at)}{called}, {holder.where} expects {tensor.shape}"
-        problems.add(f"{tensor.name}: {shapes}; give both sides the checkpoint's shape")
+        cure = _sharded(table.shape_of(at), tensor.shape) or "give both sides the checkpoint's shape"
+        problems.add(f"{tensor.name}: {shapes}; {cure}")
     index[odd] = -1
     return index
+
+
+def _sharded(whole: Index, part: Index) -> str | None:
+    """What to do where ``part`` looks like a shard: ``whole`` cut into equal parts along one axis."""
+    cut = [(a, b) for a, b in zip(whole, part, strict=False) if a != b]
+    if len(whole) != len(part) or len(cut) != 1 or not 0 < cut[0][1] < cut[0][0] or cut[0][0] % cut[0][1]:
+        return None
+    return f"if that is one of {cut[0][0] // cut[0][1]} shards, {_LAYOUT}; else give both sides the checkpoint's shape"
 
 
 def _ties(holder: Holder, table: _SourceTensors, problems: Problems) -> dict[str, int]:
@@ -247,6 +257,7 @@ def _report_leftovers(
     if not shared:
         problems.add("the plan is empty: source and targets share no tensor name")
     lacking, spare = dict(lost), dict(extra)
+    _report_fused(lacking, spare, problems)
     for rename in renames(spare, {name: shape for name, (shape, _) in lacking.items()}):
         here, there = [a for a, _ in rename.pairs], [b for _, b in rename.pairs]
         problems.add(
@@ -267,6 +278,22 @@ def _report_leftovers(
             f"no target wants what the source has under {listed(spare)}; rename it, declare it optional on the source, or "
             "leave it out of the scope"
         )
+
+
+def _report_fused(lacking: dict[str, tuple[Index, str]], spare: dict[str, Index], problems: Problems) -> None:
+    """Report parameters that join several tensors of the source, and take both out of what is left over."""
+    by_place: dict[str, tuple[list[str], dict[str, None]]] = {}
+    for name, parts in fused(spare, lacking).items():
+        joined, split = by_place.setdefault(lacking.pop(name)[1], ([], {}))
+        joined.append(name)
+        split.update(dict.fromkeys(parts))
+    for where, (joined, split) in by_place.items():
+        problems.add(
+            f"{where} expects {listed(joined)}, of which the source has the parts: {listed(split)}; the parameters are fused, "
+            f"and no name table parts them: {_LAYOUT}"
+        )
+        for part in split:
+            spare.pop(part, None)
 
 
 def _remedy(names: list[str], lost: Mapping[str, tuple[Index, str]], table: _SourceTensors) -> str:

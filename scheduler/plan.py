@@ -2,17 +2,19 @@
 
 `build_plan` is a pure function of the manifests and the options. It proves, before a byte moves, that every element of
 every target buffer in scope is written exactly once, from an element that some source rank holds, in a type that may be
-cast, within the watermark; whatever fails is one `PlanError` that lists all problems.
+cast, within the watermark, and that each target's ranks together take whole tensors; whatever fails is one `PlanError`
+that lists all problems.
 
 Phases, each in a module of its own:
 
 1. `sides`: sort the ranks, keep equal layouts once;
 2. `naming`: match names, aliases, scope;
 3. `coverage`: prove each manifest sound: memory written once, types, devices;
-4. `geometry`: box algebra per pattern of tensors: what is sent, by whom it can be, and that nothing is missing;
-5. `balance`: owners;
-6. `packing`: buckets, their order, landing space;
-7. `gathering`: messages to the owners, temporary bytes, the watermark.
+4. `completeness`: prove that no part of a tensor goes to no rank of a target that takes some of it;
+5. `geometry`: box algebra per pattern of tensors: what is sent, by whom it can be, and that nothing is missing;
+6. `balance`: owners;
+7. `packing`: buckets, their order, landing space;
+8. `gathering`: messages to the owners, temporary bytes, the watermark.
 
 The result is columns. `materialize` draws the program of a single rank from them.
 """
@@ -31,6 +33,7 @@ import xxhash
 
 from .balance import choose_owners, contributors
 from .columns import Ints
+from .completeness import check_taken_whole
 from .coverage import check_dtypes, check_pieces
 from .explain import Explanation, explain
 from .gathering import check_watermark, gather
@@ -213,6 +216,7 @@ def build_plan(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]
     _check_movable(sides, options, problems)
     sound = check_pieces(sides, canonical, problems)
     held, wanted = _tables(sides, canonical, sound, problems)
+    check_taken_whole(sides, canonical, wanted, problems)
     patterns = survey(sides, canonical, held, wanted, options=options, problems=problems)
     contributor = contributors(patterns.holder_sets, sides.host_of_rank)
     placed = _place(canonical, patterns, contributor, sides, options)

@@ -35,7 +35,9 @@ class Routing:
     """How a plan's bytes travel. Bytes are counted as receivers get them, once for each, unless said otherwise.
 
     Attributes:
-        direct_tensors, direct_nbytes: tensors of which every byte comes from a rank that holds it, and all such bytes.
+        direct_tensors, direct_nbytes: tensors of which every byte comes from a rank that holds it, and all such bytes (those
+            of tensors that are gathered in part too).
+        partly_direct_tensors: gathered tensors of which a part is direct.
         gathered_tensors, gathered_nbytes: tensors of which some part is put together from other ranks' pieces, and these
             parts' bytes.
         moved_nbytes: bytes that source ranks send each other for that.
@@ -50,14 +52,22 @@ class Routing:
     moved_nbytes: int = 0
     messages: int = 0
     why: Mapping[Why, Gathered] = field(default_factory=dict)
+    partly_direct_tensors: int = 0
+
+    @property
+    def direct_in_words(self) -> str:
+        """What is direct: bytes, of which tensors, and why where the route asks for gathering."""
+        parts = f", parts of {self.partly_direct_tensors} tensors" if self.partly_direct_tensors else ""
+        reason = " (one rank holds them whole)" if "route" in self.why and self.direct_nbytes else ""
+        return f"{size(self.direct_nbytes)}: {self.direct_tensors} whole tensors{parts}{reason}"
 
     def __str__(self) -> str:
-        direct = f"direct: {self.direct_tensors} tensors, {size(self.direct_nbytes)}"
+        direct = f"direct: {self.direct_in_words}"
         if not self.gathered_tensors:
             return f"{direct}; nothing is gathered"
         reasons = "; ".join(f"{IN_WORDS[why]}: {rows.tensors}" for why, rows in self.why.items())
         moved = f"{size(self.moved_nbytes)} between source ranks in {self.messages} messages"
-        return f"{direct}; gathered: {self.gathered_tensors} tensors, {size(self.gathered_nbytes)} ({moved}; {reasons})"
+        return f"{direct}; gathered: {size(self.gathered_nbytes)} of {self.gathered_tensors} tensors ({moved}; {reasons})"
 
 
 def summarize(routes: Routes) -> Routing:
@@ -77,8 +87,10 @@ def summarize(routes: Routes) -> Routing:
             names = listed(routes.names[t] for t in tensors)
             reasons[reason] = Gathered(tensors=len(tensors), nbytes=int(nbytes[mine].sum()), names=names)
     some = len(np.unique(segments.tensor[gathered]))
+    direct = len(np.unique(segments.tensor)) - some
     return Routing(
-        direct_tensors=len(np.unique(segments.tensor)) - some,
+        direct_tensors=direct,
+        partly_direct_tensors=len(np.unique(segments.tensor[~gathered])) - direct,
         direct_nbytes=int(nbytes[~gathered].sum()),
         gathered_tensors=some,
         gathered_nbytes=int(nbytes[gathered].sum()),

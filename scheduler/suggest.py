@@ -1,4 +1,4 @@
-"""Did you mean: pairs names that only the source has with names that only a target wants."""
+"""Did you mean: pairs names that only the source has with names that only a target wants, and finds fused parameters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from .boxes import Index
 _SAMPLE = 200
 _ROUNDS = 16
 _TALLIED = 500_000
+_FUSED: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Modules of engines that join several of the checkpoint's, and what they join."""
+_STACKED = frozenset({"w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv", "gate_up_proj", "down_proj"})
+"""Parameters of engines that join all experts: ``experts.w2_weight`` for ``experts.0.down_proj.weight`` and so on."""
 
 
 class Rename(NamedTuple):
@@ -50,6 +54,31 @@ def renames(source: Mapping[str, Index], target: Mapping[str, Index]) -> list[Re
         for a, b in pairs:
             del source[a], target[b]
     return found
+
+
+def fused(source: Mapping[str, Index], target: Iterable[str]) -> dict[str, list[str]]:
+    """Names of a target that join several of the source's, each with those.
+
+    Args:
+        source: names that no target wants.
+        target: names that the source has not.
+    """
+    experts: dict[str, list[str]] = defaultdict(list)
+    for name in source:
+        head, found, tail = name.partition(".experts.")
+        if found and tail.split(".")[0].isdigit():
+            experts[f"{head}.experts"].append(name)
+    joined = {name: _parts(name, source, experts) for name in target}
+    return {name: parts for name, parts in joined.items() if parts}
+
+
+def _parts(name: str, source: Mapping[str, Index], experts: Mapping[str, list[str]]) -> list[str]:
+    words = name.split(".")
+    if words[-1] in _STACKED and ".".join(words[:-1]) in experts:
+        down = words[-1].startswith(("w2", "down"))
+        return [part for part in experts[".".join(words[:-1])] if (".down_proj" in part or ".w2" in part) == down]
+    changed = [(i, part) for i, word in enumerate(words) for part in _FUSED.get(word, ())]
+    return [other for i, part in changed if (other := ".".join([*words[:i], part, *words[i + 1 :]])) in source]
 
 
 def _commonest(source: Mapping[str, Index], target: Mapping[str, Index]) -> tuple[str, str] | None:

@@ -418,8 +418,8 @@ async def test_fewer_bytes_than_announced_end_in_an_error_and_never_hang(start_t
         tensor.add_(1000)
     send = GlooSender.send
 
-    def short(self, task, bucket, receivers):
-        return send(self, task, bucket[: bucket.numel() // 2] if task.index else bucket, receivers)
+    def short(self, task, bucket, receivers, lent=None):
+        return send(self, task, bucket[: bucket.numel() // 2] if task.index else bucket, receivers, lent)
 
     with monkeypatch.context() as patch:
         patch.setattr(GlooSender, "send", short)

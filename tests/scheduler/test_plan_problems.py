@@ -87,6 +87,39 @@ def test_renames_need_equal_shapes(sim) -> None:
     assert "new.w" in text
 
 
+@pytest.mark.parametrize(
+    ("fused", "parts"),
+    [
+        ("mlp.gate_up_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+        ("self_attn.qkv_proj.bias", [f"self_attn.{x}_proj.bias" for x in "qkv"]),
+        ("mlp.experts.w13_weight", [f"mlp.experts.{i}.{x}_proj.weight" for i in range(3) for x in ("gate", "up")]),
+        ("mlp.experts.w2_weight", [f"mlp.experts.{i}.down_proj.weight" for i in range(3)]),
+    ],
+)
+def test_a_fused_parameter_without_a_layout_asks_for_a_layout_not_for_a_rename(sim, fused, parts) -> None:
+    """Two shards of the fused parameter may have the shape of one of its parts."""
+    source = sim.manifest(tensors={"kept": W} | {f"layers.{i}.{part}": W for i in range(2) for part in parts})
+    target = sim.manifest(tensors={"kept": W} | {f"layers.{i}.{fused}": W for i in range(2)})
+    text = problems([source], [[target]])
+    assert count(text) == 1
+    assert "layout=tp_layout(...)" in text
+    assert "did you mean" not in text
+    for name in [fused, *parts]:
+        assert f"layers.1.{name}" in text
+
+
+def test_a_fused_parameter_that_both_sides_fuse_is_a_rename_like_any_other(sim) -> None:
+    source, target = (sim.manifest(tensors={f"{head}mlp.gate_up_proj.weight": W}) for head in ("model.", ""))
+    assert "did you mean to leave out 'model'" in problems([source], [[target]])
+
+
+@pytest.mark.parametrize(("shape", "shards"), [((4, 4), 2), ((8, 1), 4), ((3, 4), 0), ((16, 4), 0), ((4, 2), 0), ((8,), 0)])
+def test_an_exact_fraction_of_a_shape_asks_for_a_layout(sim, shape, shards) -> None:
+    text = problems([sim.manifest(tensors={"a": W})], [[sim.manifest(tensors={"a": (shape, "float32")})]])
+    assert (f"if that is one of {shards} shards" in text) == ("tp_layout" in text) == bool(shards)
+    assert "give both sides the checkpoint's shape" in text
+
+
 def test_nothing_in_common_is_an_empty_plan(sim) -> None:
     text = problems([sim.manifest(tensors={"x.a": W})], [[sim.manifest(tensors={"y.b": N})]])
     assert "the plan is empty: source and targets share no tensor name" in text
@@ -223,7 +256,8 @@ def test_a_hole_in_the_source_is_named_with_its_box(sim) -> None:
 
 def test_a_hole_that_no_target_needs_is_no_problem(sim) -> None:
     box = Box(start=(0, 0), shape=(3, 4))
-    build_plan([sim.manifest(tensors={"a": (*W, 0, [box])})], [[sim.manifest(tensors={"a": (*W, 0, [box])})]], OPTIONS)
+    target = sim.manifest(tensors={"a": (*W, 0, [box])}, optional={"a"})
+    build_plan([sim.manifest(tensors={"a": (*W, 0, [box])})], [[target]], OPTIONS)
 
 
 def test_a_tensor_that_the_source_only_names_is_missing(sim) -> None:

@@ -232,3 +232,18 @@ def test_a_name_that_the_plan_does_not_move_is_not_explained(sim) -> None:
     for name in ("spare", "unheard of"):
         with pytest.raises(KeyError):
             plan.explain(name)
+
+
+def test_the_report_counts_tensors_that_are_direct_in_part(sim) -> None:
+    wide, norm = ((64, 64), "float32"), ((8,), "float32")
+    boxes = [manifest.pieces.box(0) for manifest in sim.row_shards({"wide": wide}, 3)]
+    sources = [sim.manifest(r, 3, tensors={"wide": (*wide, 0, [box])}) for r, box in enumerate(boxes)]
+    sources[0] = sim.manifest(0, 3, tensors={"wide": (*wide, 0, boxes[:1]), "norm": norm})
+    target = [sim.manifest(tensors={"wide": wide, "norm": norm})]
+    for nbytes, partly in ((1 << 20, False), (LEAF, True)):  # in parts of 16 rows, of which some lie within a shard of 22
+        routing = build_plan(
+            sources, [target], PlanOptions(bucket_bytes=nbytes, max_tmp_bytes=1 << 22, leaf_bytes=nbytes)
+        ).routing
+        assert (routing.direct_tensors, routing.partly_direct_tensors, routing.gathered_tensors) == (1, partly, 1)
+        assert ("1 whole tensors, parts of 1 tensors (one rank holds them whole); gathered: " in str(routing)) == partly
+        assert routing.direct_in_words.startswith("32 bytes: 1 whole tensors (one") != partly
