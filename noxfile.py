@@ -12,7 +12,7 @@ import nox
 from nox.virtualenv import PassthroughEnv
 
 nox.needs_version = ">=2025.5.1"
-nox.options.sessions = ["lint", "imports", "types", "tests", "megatron"]
+nox.options.sessions = ["lint", "imports", "types", "megatron", "vllm", "sglang", "tests"]
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
