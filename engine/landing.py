@@ -35,7 +35,7 @@ from syncline.stages.transports.base import Lease, Placing, ReceivingHalf
 from syncline.stages.workers import Workers
 
 from .errors import PlanError, SynclineError, TransportError
-from .loader import Landed
+from .loader import InstallingAll, Landed
 from .loader_thread import LoaderThread, ended
 from .messages import Landing
 from .placement import WholePiece, balanced, parted, parts_of, whole_pieces
@@ -356,8 +356,15 @@ class Staged(_Landed):
         tasks = [task for task in self._route.program.tasks if task.index in self._copies]
         for signal in [self._submit(self._copy, share) for share in balanced(tasks, self._route.workers.count)]:
             await signal
+        loader = self._route.loader
+        if isinstance(loader.loader, InstallingAll):
+            await loader.call(loader.loader.install_all, self._all_parts())
+            return
         for task in self._installed:
-            await self._route.loader.call(self._install, task, self._buckets[task.index])
+            await loader.call(self._install, task, self._buckets[task.index])
+
+    def _all_parts(self) -> list[Landed]:
+        return [part for task in self._installed for part in parts_of(task, self._buckets[task.index])]
 
     def _copy(self, tasks: Iterable[TargetTask]) -> None:
         for task in tasks:

@@ -81,6 +81,15 @@ class Unmapping(Protocol):
 
 
 @runtime_checkable
+class InstallingAll(Protocol):
+    """A `Loader` that gets its content through `Loader.install` may have this too: it takes a whole push in one call."""
+
+    def install_all(self, landed: Sequence[Landed]) -> None:
+        """``staged``: in place of every `Loader.install`. All parts, in plan order; valid only during the call."""
+        ...
+
+
+@runtime_checkable
 class Fencing(Protocol):
     """`Serving` may have this too: it is told when nothing may be served until the next `resume`."""
 

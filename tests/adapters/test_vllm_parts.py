@@ -18,7 +18,7 @@ from syncline.adapters.engines import VLLMTarget
 from syncline.adapters.engines.checkpoint_manifest import CheckpointTensors
 from syncline.adapters.engines.vllm.front import Front
 from syncline.adapters.engines.vllm.info import InitInfo
-from syncline.adapters.engines.vllm.loader import VLLMLoader
+from syncline.adapters.engines.vllm.loader import VLLMLoader, side_by_side
 from syncline.adapters.engines.vllm.main_thread import MainThread
 from syncline.adapters.engines.vllm.rendezvous import Rendezvous
 from syncline.adapters.engines.vllm.serving import LeaderServing
@@ -157,6 +157,31 @@ async def test_a_push_as_the_endpoints_see_it(release, caching) -> None:
     ]
     assert recorder.body("start_weight_update") == body
     assert recorder.body("finish_weight_update") == ({"weight_version": "5"} if takes_version else {})
+
+
+def test_a_whole_push_at_once() -> None:
+    """Parts that lie side by side are one tensor where they lie; others are put together."""
+    landing = torch.arange(16.0)
+    near = [
+        Landed(0, Box(start=(2, 0), shape=(2, 2)), landing[4:8].view(2, 2)),
+        Landed(1, Box(start=(0,), shape=(3,)), torch.ones(3)),
+        Landed(0, Box(start=(0, 0), shape=(2, 2)), landing[:4].view(2, 2)),
+    ]
+    apart = [near[0]._replace(tensor=landing[8:12].view(2, 2)), *near[1:]]
+    for parts, expected, joined in ((near, landing[:8], True), (apart, torch.cat([landing[:4], landing[8:12]]), False)):
+        reload, main = NoReload(), MainThread()
+        reload.open()
+        loader = VLLMLoader(wanted(), reload, main, None)
+        main.expect()
+        thread = threading.Thread(target=main.serve)
+        thread.start()
+        loader.install_all(parts)
+        main.release(committed=True)
+        thread.join()
+        found = dict(reload.loaded[0])
+        assert torch.equal(found["a"], expected.view(4, 2)) and torch.equal(found["b"], torch.ones(3))
+        assert (side_by_side([part for part in parts if part.piece == 0], (4, 2)) is not None) == joined
+    assert side_by_side(near[:1], (4, 2)) is None  # not all of it
 
 
 async def test_a_push_that_is_given_up_leaves_the_server_paused_and_the_next_one_possible() -> None:

@@ -1,10 +1,11 @@
-"""For ``--worker-extension-cls faulty.Faulty``: lets a test have a worker's loading raise, at a part of its choice.
+"""For ``--worker-extension-cls faulty.Faulty``: lets a test have a worker's loading raise, at a tensor of its choice.
 
 It is also another way to have the backend registered: by the module that vLLM imports for the class.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,22 +18,24 @@ class Faulty(WorkerExtension):
     """Methods that the endpoint ``/collective_rpc`` calls."""
 
     def fail_loading(self, rank: int, at: int, how: str) -> None:
-        """On one rank the ``at``-th load from now raises (``raise``), or gets tensors of a wrong shape (``shape``). Once."""
+        """On one rank the ``at``-th tensor from now raises (``raise``) or comes in a wrong shape (``shape``). Once."""
         load, left = Bracket.load, at
         if self.rank != rank:  # type: ignore[attr-defined]
             return
 
-        def faulty(bracket: Bracket, tensors: Any) -> None:
+        def spoiled(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal left
-            left -= 1
-            if left == 0:
+            for name, tensor in tensors:
+                left -= 1
+                if left:
+                    yield name, tensor
+                    continue
                 Bracket.load = load  # type: ignore[method-assign]
                 if how == "raise":
                     raise RuntimeError("injected while loading")
-                tensors = [(name, torch.zeros(2, 3, 5)) for name, _ in tensors]
-            load(bracket, tensors)
+                yield name, torch.zeros(2, 3, 5)
 
-        Bracket.load = faulty  # type: ignore[method-assign]
+        Bracket.load = lambda bracket, tensors: load(bracket, spoiled(tensors))  # type: ignore[method-assign]
 
     def meta_tensors(self) -> int:
         """How many tensors of the model have no memory."""

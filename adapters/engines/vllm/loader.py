@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from syncline.engine.loader import Landed
-from syncline.scheduler.layout import Manifest
+from syncline.scheduler.layout import Index, Manifest, flat_offset, row_major
 
 from ..checkpoint_manifest import CheckpointTensors
 from .main_thread import MainThread
@@ -68,6 +68,21 @@ class VLLMLoader:
         if tensors:
             self._main.run(lambda: self._reload.load(tensors), patience_s=_PATIENCE_S)
 
+    def install_all(self, landed: Sequence[Landed]) -> None:
+        """Load everything at once (``staged``). Parts that lie side by side in landing memory are one tensor already."""
+        parts: dict[int, list[Landed]] = {}
+        for part in landed:
+            parts.setdefault(part.piece, []).append(part)
+        tensors = [(self._wanted.names[piece], self._joined(piece, found)) for piece, found in parts.items()]
+        self._main.run(lambda: self._reload.load(tensors), patience_s=_PATIENCE_S)
+
+    def _joined(self, piece: int, parts: Sequence[Landed]) -> torch.Tensor:
+        whole = side_by_side(parts, self._wanted.tensors[piece].shape)
+        for part in parts if whole is None else ():
+            whole = self._made_whole(part)
+        assert whole is not None, "the plan covers every tensor"
+        return whole
+
     def finish(self, version: int | None) -> None:
         """Close the bracket."""
         self._main.run(self._reload.close, patience_s=_PATIENCE_S)
@@ -90,3 +105,16 @@ class VLLMLoader:
             self._whole[part.piece] = (whole, missing)
             return None
         return whole
+
+
+def side_by_side(parts: Sequence[Landed], shape: Index) -> torch.Tensor | None:
+    """The tensor that parts of it are, if they lie in one memory one behind the other; None if they do not."""
+    first, *others = sorted(parts, key=lambda part: flat_offset(part.box.start, shape))
+    at, memory = first.tensor.data_ptr() + first.tensor.nbytes, first.tensor.untyped_storage().data_ptr()
+    for part in others:
+        if part.tensor.data_ptr() != at or part.tensor.untyped_storage().data_ptr() != memory:
+            return None
+        at += part.tensor.nbytes
+    if sum(part.tensor.numel() for part in parts) != math.prod(shape):
+        return None
+    return first.tensor.as_strided(shape, row_major(shape), first.tensor.storage_offset())
