@@ -1,0 +1,1 @@
+"""Where the time of a push went: traces merged, read and explained."""

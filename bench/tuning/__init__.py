@@ -1,0 +1,1 @@
+"""Which knobs: sweep them, and recommend some."""
