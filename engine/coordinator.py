@@ -71,7 +71,6 @@ class Coordinator:
         self.last_version: int | None = None
         self._planned_sources: list[str] = []
         self._sources: list[bytes] = []
-        self._misfits: dict[int, PlanError] = {}
         self._started = 0.0
         self._prepared: dict[int, PrepareReply] = {}
         self._failed: dict[int, SynclineError] = {}
@@ -91,9 +90,9 @@ class Coordinator:
         sources = [enter.manifest_digest for enter in enters]
         known = [handle for handle in self.handles if handle.raw_manifests]
         changed = [handle.index for handle in known if handle.planned_digest != handle.manifest_digest]
-        self._misfits = {index: error for index, error in self._misfits.items() if index not in changed}
-        for index, error in self._misfits.items():
-            self._failed.setdefault(index, error)
+        for handle in known:
+            if handle.misfit is not None:
+                self._failed.setdefault(handle.index, handle.misfit)
         replan = sources != self._planned_sources or bool(changed)
         replan = replan or not all(enter.plan_digest and enter.plan_digest == enters[0].plan_digest for enter in enters)
         self._planned_sources = sources
@@ -163,9 +162,9 @@ class Coordinator:
             if handle.came_back_changed and (why := await problem(self._sources, handle.raw_manifests)) is not None:
                 found += 1
                 text = f"target {handle.address} came back with other tensors than it had, which do not fit this source"
-                self._misfits[handle.index] = misfit = PlanError([text, *why.problems])
+                misfit = PlanError([text, *why.problems])
                 self._failed[handle.index] = misfit
-                handle.keep_before()
+                handle.keep_before(misfit)
         if not found:
             self._planned_sources = []
             raise error
@@ -197,8 +196,8 @@ class Coordinator:
         return Linked(failed=failed)
 
     async def _connect(self, handle: TargetHandle, offers: Sequence[Offers], plan: Plan, kind: str, timeout_s: float) -> None:
-        if handle.index in self._misfits:
-            raise self._misfits[handle.index]
+        if handle.misfit is not None:
+            raise handle.misfit
         assert handle.status is not None
         # A receiver's program takes up to seconds to draw where a large source is cut finely.
         programs = await asyncio.to_thread(_programs, plan, handle.index, len(handle.manifests))

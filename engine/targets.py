@@ -108,6 +108,8 @@ class TargetHandle:
         self.raw_manifests: list[bytes] = []
         self.planned_digest = ""
         """Digest of the manifests that the plan in force was made from."""
+        self.misfit: SynclineError | None = None
+        """Why the manifests that it has now do not fit; the plan in force knows those that it had before."""
         self._planned: list[bytes] = []
         self._planned_before: list[bytes] = []
         self.linked_incarnation = ""
@@ -179,6 +181,7 @@ class TargetHandle:
             return False
         if reply.manifest_digest != status.manifest_digest:
             return False
+        self.misfit = None
         self.raw_manifests = reply.manifests
         self.manifests = tuple(Manifest.from_bytes(data) for data in reply.manifests)
         return True
@@ -198,8 +201,9 @@ class TargetHandle:
         """The plan that is being made has other manifests of this target than the one before it."""
         return bool(self._planned_before) and self._planned_before != self.raw_manifests
 
-    def keep_before(self) -> None:
+    def keep_before(self, misfit: SynclineError) -> None:
         """Plan as before it changed: it takes no part. Once it has changed again its manifests are fetched anew."""
+        self.misfit = misfit
         self.raw_manifests = self._planned = self._planned_before
         self.manifests = tuple(Manifest.from_bytes(data) for data in self.raw_manifests)
         self.planned_digest = self.manifest_digest

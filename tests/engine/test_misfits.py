@@ -90,6 +90,25 @@ async def test_a_target_with_another_model_is_reported_for_itself(fleet, other, 
         assert (await engine.push(4)).ok
 
 
+async def test_a_target_that_is_as_it_was_again_takes_part_again(fleet):
+    """With the very tensors of before, addresses included: nothing but the misfit itself tells that it was away."""
+    await fleet.start("a", model_of(1))
+    await fleet.start("b", model_of(1))
+    b = fleet.address("b")
+    before = fleet.models["b"]
+    async with fleet.engine("a", "b") as engine:
+        assert (await engine.push(1)).ok
+        await fleet.restart("b", model_of(2, width=6))
+        for version in (2, 3):
+            assert isinstance((await engine.push(version)).targets[b].error, PlanError)
+        await fleet.restart("b", before)
+        nn.init.normal_(fleet.source[0].weight)
+        report = await engine.push(4)
+        assert report.ok, report
+        assert same(fleet.models["a"], fleet.source)
+        assert same(fleet.models["b"], fleet.source)
+
+
 async def test_the_problem_says_which_tensors(fleet):
     await fleet.start("a", model_of(1))
     async with fleet.engine("a") as engine:
