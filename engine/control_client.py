@@ -66,9 +66,15 @@ class ControlClient:
         self._timeout_s = timeout_s
         self._heartbeat_s = heartbeat_s
         self._patience_s = patience_s
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
         self._closed = False
         self._peer = ""
+
+    @property
+    def calls_under_way(self) -> int:
+        """Connections in use, watches among them."""
+        connectors = [session.connector for session in self._sessions.values()]
+        return sum(len(connector._acquired) for connector in connectors if connector)  # noqa: SLF001 - aiohttp tells nowhere else
 
     async def status(self) -> Status:
         return await self._call("GET", "status", None, Status)
@@ -79,6 +85,7 @@ class ControlClient:
     async def connect(self, request: ConnectRequest) -> Ack:
         """Also makes source and generation the name under which `watch` watches: see `watch_name`."""
         self._peer = watch_name(request)
+        await self._close(keep=True)
         return await self._call("POST", "connect", request, Ack, timeout_s=request.timeout_s + ANSWER_MARGIN_S, pack=True)
 
     async def prepare(self, request: PrepareRequest) -> PrepareReply:
@@ -93,6 +100,7 @@ class ControlClient:
     async def join(self, request: JoinRequest) -> Ack:
         """Also makes ``request.incarnation`` the name under which `watch` watches."""
         self._peer = request.incarnation
+        await self._close(keep=True)
         return await self._call("POST", "join", request, Ack)
 
     async def vote(self, request: CompleteRequest) -> VoteReply:
@@ -131,7 +139,11 @@ class ControlClient:
     async def close(self) -> None:
         """End every call and watch."""
         self._closed = True
-        session, self._session = self._session, None
+        await self._close(keep=True)
+        await self._close(keep=False)
+
+    async def _close(self, *, keep: bool) -> None:
+        session = self._sessions.pop(keep, None)
         if session is not None:
             await session.close()
 
@@ -157,7 +169,8 @@ class ControlClient:
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _ask(self, name: str, request: msgspec.Struct, kind: type[T], timeout_s: float) -> T:
-        return await self._call("POST", name, request, kind, timeout_s=timeout_s + ANSWER_MARGIN_S)
+        """A call of a push, which only the process that was linked can answer: its connection may be an old one."""
+        return await self._call("POST", name, request, kind, timeout_s=timeout_s + ANSWER_MARGIN_S, keep=True)
 
     async def _call(
         self,
@@ -168,6 +181,7 @@ class ControlClient:
         *,
         timeout_s: float | None = None,
         pack: bool = False,
+        keep: bool = False,
         most: int = _MODEST_REPLY_BYTES,
     ) -> T:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -182,7 +196,7 @@ class ControlClient:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._open().request(method, self._url(name), data=data, headers=headers) as response,
+                self._open(keep=keep).request(method, self._url(name), data=data, headers=headers) as response,
             ):
                 answer = await self._read(response, most)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -220,18 +234,20 @@ class ControlClient:
         host = "localhost" if where.path else f"{f'[{where.host}]' if ':' in where.host else where.host}:{where.port}"
         return f"http://{host}/{name}"
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _open(self, *, keep: bool = False) -> aiohttp.ClientSession:
+        """``keep``: connections are left open for the next call. Else each call has one of its own: one that was left open
+        may belong to a process that is gone by now, while another one listens there.
+        """
         if self._closed:
             raise ClosedError(f"the client of {self.address} is closed")
-        if self._session is None:
-            # A connection for each call: one that was left open may belong to a process that is gone by now.
+        if keep not in self._sessions:
             connector: aiohttp.BaseConnector
             if self._where.path:
-                connector = aiohttp.UnixConnector(self._where.path, force_close=True, limit=0)
+                connector = aiohttp.UnixConnector(self._where.path, force_close=not keep, limit=0)
             else:
-                connector = aiohttp.TCPConnector(force_close=True, limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        return self._session
+                connector = aiohttp.TCPConnector(force_close=not keep, limit=0)
+            self._sessions[keep] = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return self._sessions[keep]
 
     def _unreachable(self, name: str, error: BaseException, timeout_s: float) -> TargetUnreachable:
         what = f"no answer within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"

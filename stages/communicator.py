@@ -188,7 +188,7 @@ class Communicator:
     def _wait(self) -> None:
         while (entry := self._to_wait.get()) is not None:
             operation, works, error = entry
-            for work in works:
+            for work in reversed(works):  # they end in order: when the last has, no other has to be slept for
                 try:
                     work.wait(timedelta(seconds=max(0.001, min(operation.until - time.monotonic(), 86_400.0))))
                 except RuntimeError as raised:

@@ -177,7 +177,7 @@ async def test_a_target_that_was_stopped_before_prepare_does_not_begin_a_push_of
     # What a source does whose watch was not answered in time: the watch is closed, and so is the call.
     watch = asyncio.create_task(source.client.watch())
     preparing = asyncio.create_task(source.prepare(2, source_incarnation="source", timeout_s=20.0))
-    await until(lambda: len(source.client._session.connector._acquired) == 2)  # both have been sent
+    await until(lambda: source.client.calls_under_way == 2)  # both have been sent
     watch.cancel()
     await asyncio.gather(watch, return_exceptions=True)
     os.kill(leader.pid, signal.SIGCONT)
