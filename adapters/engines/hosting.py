@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from syncline.engine import Receiver
+from syncline.engine.observing import Observer
 
 from .checkpoints import Checkpoint
 from .generation import GenerationEngine
@@ -34,6 +35,7 @@ class HostOptions:
         secret: shared by sources, clients and this process. Needed beyond loopback.
         max_batch, max_length, max_waiting, timeout_s: see `GenerationEngine`.
         two_phase: also take updates from sources that speak only the two-phase document, at the URL for clients.
+        observers: are told of updates (see `Receiver`).
     """
 
     model: str
@@ -49,6 +51,7 @@ class HostOptions:
     max_waiting: int = 256
     timeout_s: float = 60.0
     two_phase: bool = False
+    observers: tuple[Observer, ...] = ()
 
 
 class HostedEngine:
@@ -95,6 +98,7 @@ class HostedEngine:
             serving=engine,
             initial_version=options.initial_version,
             secret=options.secret,
+            observers=options.observers,
         )
         host, port = options.http
         server = GenerationServer(

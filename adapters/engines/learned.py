@@ -25,6 +25,7 @@ from syncline.scheduler.layout import Tensor
 
 from ..modules import entries
 from ..named_box import NamedBox, named_box, padding_box
+from .aside import Aside
 from .strided import Base, Transfer, box_pairs
 from .tracing import LoadTrace, Source, Untraceable, Write, storage_of
 
@@ -111,6 +112,8 @@ class _Attempt:
         self.tensors = tensors
         self.live = _Live(model)
         self.trace = LoadTrace(self.live.tensors)
+        self.lost: frozenset[str] = frozenset()
+        self._aside = Aside(model)
         self._load = load_weights
         self._current = ""
 
@@ -125,7 +128,10 @@ class _Attempt:
         except Exception as error:  # noqa: BLE001 - an engine's loader raises what it likes
             problem = f"the loader raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         finally:
+            self.lost = self.trace.lost()
             self.live.restore()
+            with torch.no_grad():
+                self._aside.restore()
         return (self._current, problem) if problem else None
 
     def _feeds(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,9 +192,10 @@ class _Findings:
         for write in attempt.trace.writes:
             self._enter(write)
         self._moved(attempt.live.moved)
-        for name in sorted(attempt.trace.lost - self._written):
-            self._reasons.setdefault(name, "the loader keeps it in memory that is no parameter and no buffer")
+        self._shared()
         self._spread()
+        for name in sorted(attempt.lost):
+            self._reasons.setdefault(name, "the loader keeps something of it that is no parameter and no persistent buffer")
 
     def layout(self, catalog: Sequence[Tensor]) -> LearnedLayout:
         layout = {name: self._boxes(target) for target in self._targets for name in target.names}
@@ -272,6 +279,17 @@ class _Findings:
             reason = f"the loader replaces {target.names[0]}"
             touched = {box.name for box in target.boxes.values()}
             target.computed |= dict.fromkeys([*touched, *silent], reason)
+
+    def _shared(self) -> None:
+        """A layout names one place for each element: what the loader copies to several parameters goes through it."""
+        homes: defaultdict[str, list[tuple[Box, _Target]]] = defaultdict(list)
+        for target in self._targets:
+            for box in target.boxes.values():
+                homes[box.name].append((Box(start=box.start, shape=box.size), target))
+        for name, places in homes.items():
+            if len({id(target) for _, target in places}) > 1 and _overlap([box for box, _ in places]):
+                names = ", ".join(sorted({target.names[0] for _, target in places}))
+                self._reasons.setdefault(name, f"the loader copies it to several parameters: {names}")
 
     def _spread(self) -> None:
         """What goes through the loader does so as a whole, and takes along all that shares a computed parameter."""

@@ -13,6 +13,7 @@ from syncline.scheduler.layout import Tensor
 
 from ..modules import entries
 from ..named_box import NamedBox
+from .aside import Aside
 from .learned import LearnedLayout, LoadWeights
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,7 +22,8 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_layout(model: nn.Module, load_weights: LoadWeights, learned: LearnedLayout, *, seed: int = 0) -> None:
     """Load made-up content through the loader, compare every box bit by bit, and put back what was there.
 
-    Needs memory for a copy of the rank's parameters, and for one checkpoint tensor at a time.
+    Needs memory for a copy of the rank's parameters, and for one checkpoint tensor at a time. Buffers that are not persistent
+    and plain attributes of modules (numbers, text, tensors), which a loader may fill too, are put back as well.
 
     Raises:
         LoaderError: what the loader leaves in memory is not what was learned; names the parameters. Or it moved parameters.
@@ -30,6 +32,7 @@ def check_layout(model: nn.Module, load_weights: LoadWeights, learned: LearnedLa
     places = {name: tensor.data_ptr() for name, tensor in live.items()}
     saved = {name: tensor.detach().clone() for name, tensor in live.items()}
     made = {tensor.name: tensor for tensor in learned.tensors}
+    aside = Aside(model)
     try:
         with torch.no_grad():
             load_weights(_made_up(learned.tensors, seed))
@@ -38,6 +41,7 @@ def check_layout(model: nn.Module, load_weights: LoadWeights, learned: LearnedLa
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(saved[name])
+            aside.restore()
     moved = [name for name, tensor in live.items() if tensor.data_ptr() != places[name]]
     if wrong or moved:
         what = [f"{name} holds something else than what was learned" for name in wrong]

@@ -10,6 +10,7 @@ What can't be followed raises `Untraceable`: the loader asks for a value, or lea
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,9 +25,7 @@ from .strided import Base, Transfer, aligned
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})  # noqa: SLF001 - its name
-_FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
 _SCALAR = _aten._local_scalar_dense.default  # noqa: SLF001 - its name
-_SENTINEL = 7.25e-200
 
 
 class Untraceable(Exception):
@@ -75,7 +74,7 @@ class _Memory:
     """What is known of a storage that is not live.
 
     ``feed``: it is a checkpoint tensor's own. Else ``tiles`` are boxes of ``base`` that came from other storages. ``tainted``:
-    something in it was computed from these checkpoint tensors.
+    something in it was computed from these checkpoint tensors. ``scratch``: it was there before the loader ran.
     """
 
     base: Base
@@ -99,7 +98,6 @@ class LoadTrace(TorchDispatchMode):
 
     Attributes:
         writes: what was written to live memory, in order.
-        lost: checkpoint tensors that went into memory that is neither a live tensor nor temporary.
     """
 
     def __init__(self, live: Iterable[torch.Tensor]) -> None:
@@ -107,13 +105,17 @@ class LoadTrace(TorchDispatchMode):
         self.writes: list[Write] = []
         self._live = {storage_of(tensor) for tensor in live}
         self._known: dict[int, _Memory] = {}
-        self._alive: list[torch.Tensor] = []  # so that no identity is used twice
-        self._scalars: dict[float, tuple[str, torch.Tensor]] = {}
+        self._alive: list[torch.UntypedStorage] = []  # so that no identity is used twice
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    @property
     def lost(self) -> frozenset[str]:
-        """Checkpoint tensors that went into memory of the engine's that is not among its live tensors."""
-        return frozenset().union(*(self._feeds(memory) for memory in self._known.values() if memory.scratch))
+        """Checkpoint tensors of which the engine keeps something in memory that is not among its live tensors.
+
+        Asked after the loader has returned: what it made on its way and still holds, it keeps.
+        """
+        kept = {int(s._cdata) for s in self._alive if torch._C._storage_Use_Count(s._cdata) > 1}  # type: ignore[attr-defined]  # noqa: SLF001
+        memories = [memory for storage, memory in self._known.items() if memory.scratch or storage in kept]
+        return frozenset().union(*map(self._feeds, memories))
 
     def feed(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """A stand-in for checkpoint tensor ``name``, to be given to the loader."""
@@ -128,10 +130,12 @@ class LoadTrace(TorchDispatchMode):
         if written:
             return self._mutate(func, args, kwargs, inputs, written)
         followed = [tensor for tensor in inputs if storage_of(tensor) in self._known]
-        if not followed or func.is_view:
+        if func.is_view:
             return func(*args, **kwargs)
-        if func is _SCALAR:
-            return self._scalar(followed[0])
+        if not followed:
+            return self._noted(func(*args, **kwargs))
+        if func is _SCALAR:  # it may keep the number anywhere
+            raise Untraceable(f"the loader asks for a value of {', '.join(sorted(self._names(followed)))}")
         return self._compute(func, args, kwargs, inputs)
 
     # results of operations
@@ -177,14 +181,13 @@ class LoadTrace(TorchDispatchMode):
             at += part.shape[dim]
         return memory
 
-    def _scalar(self, tensor: torch.Tensor) -> float:
-        """``item()``: a number that stands for the content, and is recognized when a parameter is filled with it."""
-        memory = self._known[storage_of(tensor)]
-        if memory.tainted or not tensor.dtype.is_floating_point:
-            raise Untraceable(f"the loader asks for a value of {', '.join(sorted(self._feeds(memory)))}")
-        value = _SENTINEL * (len(self._scalars) + 1)
-        self._scalars[value] = (memory.feed, tensor)
-        return value
+    def _noted(self, result: Any) -> Any:
+        """The loader's own memory: what it makes while it runs, as long as it is there."""
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, torch.Tensor):
+                storage = storage_of(tensor)
+                self._made[storage] = weakref.ref(tensor, lambda _, gone=storage: self._made.pop(gone, None))
+        return result
 
     # writes
 
@@ -196,15 +199,10 @@ class LoadTrace(TorchDispatchMode):
         plain = func is _aten.copy_.default
         for tensor in written:
             origin = sources[0] if sources and (plain or (func is _aten.fill_.Tensor and tensor.numel() == 1)) else None
-            self._write(tensor, origin, fill=_fill_value(func, args), names=self._names(sources))
+            self._write(tensor, origin, names=self._names(sources))
         return None if func._schema.returns == [] else written[0] if len(written) == 1 else tuple(written)  # noqa: SLF001
 
-    def _write(self, to: torch.Tensor, origin: torch.Tensor | None, *, fill: float | None, names: frozenset[str]) -> None:
-        if fill in self._scalars and to.numel() == 1:
-            name, origin = self._scalars[fill]
-            names = frozenset({name})
-        elif fill:  # it may have been computed from a value that was asked for; zero is what padding is filled with
-            names |= frozenset(name for name, _ in self._scalars.values())
+    def _write(self, to: torch.Tensor, origin: torch.Tensor | None, *, names: frozenset[str]) -> None:
         if storage_of(to) not in self._live:
             self._write_temporary(to, origin, names)
             return
@@ -229,7 +227,8 @@ class LoadTrace(TorchDispatchMode):
     def _temporary(self, to: torch.Tensor, names: frozenset[str]) -> _Memory:
         """Memory of the loader's own that a checkpoint tensor is written to."""
         whole = to if to._base is None else to._base  # noqa: SLF001 - the tensor that ``to`` is a view of
-        memory = _Memory(Base.of(whole.shape), whole.dtype, scratch=not whole.is_meta)
+        made = whole.is_meta or storage_of(whole) in self._made
+        memory = _Memory(Base.of(whole.shape), whole.dtype, scratch=not made)
         if not whole.is_contiguous() or whole.storage_offset():
             memory.tainted = names
         self._learn(whole, memory)
@@ -281,7 +280,7 @@ class LoadTrace(TorchDispatchMode):
         return frozenset().union(*(self._feeds(memory) for memory in known if memory is not None))
 
     def _learn(self, tensor: torch.Tensor, memory: _Memory) -> None:
-        self._alive.append(tensor)
+        self._alive.append(tensor.untyped_storage())
         self._known[storage_of(tensor)] = memory
 
 
@@ -317,11 +316,3 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             found += [tensor for tensor in tree_flatten(value)[0] if isinstance(tensor, torch.Tensor)]
     return found
-
-
-def _fill_value(func: Any, args: Any) -> float | None:
-    """What a tensor is filled with; None for operations that are no fill."""
-    if func not in _FILLS:
-        return None
-    value = args[1] if len(args) > 1 else 0.0
-    return float(value) if isinstance(value, (int, float)) else None

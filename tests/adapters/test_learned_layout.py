@@ -121,12 +121,80 @@ def test_moved_elements_are_followed(load: Callable[[Odd, str, torch.Tensor], No
     check_layout(model, model.load_weights, learned)
 
 
-def test_a_scalar_by_its_value() -> None:
-    """As vLLM's default loader fills parameters of one element."""
-    learned = learn(Odd(lambda model, name, loaded: model.scale.data.fill_(loaded.item())), tensor("odd"))
-    assert learned.layout["scale"] == (named_box("odd", (), local_start=(0,)),)
-    learned = learn(Odd(lambda model, name, loaded: model.scale.data.fill_(2 * loaded.item())), tensor("odd"))
-    assert learned.through_loader == {"odd": "the loader computes scale from it"}
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_value_that_is_asked_for_may_be_kept_anywhere(factor: int) -> None:
+    """As vLLM's default loader fills parameters of one element: nobody sees where else the number goes."""
+    learned = learn(Odd(lambda model, name, loaded: model.scale.data.fill_(factor * loaded.item())), tensor("odd"))
+    assert learned.through_loader == {"odd": "the loader asks for a value of odd"}
+
+
+def beside_an_attribute(model: Odd, name: str, loaded: torch.Tensor) -> None:
+    model.w.data.copy_(loaded)
+    model.kept = loaded * 2
+
+
+def beside_a_view(model: Odd, name: str, loaded: torch.Tensor) -> None:
+    model.w.data.copy_(loaded)
+    model.kept = loaded.clone()[1:]
+
+
+def beside_the_tensor_itself(model: Odd, name: str, loaded: torch.Tensor) -> None:
+    model.w.data.copy_(loaded)
+    model.kept = loaded
+
+
+def beside_a_buffer(model: Odd, name: str, loaded: torch.Tensor) -> None:
+    model.w.data.copy_(loaded)
+    model.cache.copy_(loaded[0])
+
+
+@pytest.mark.parametrize("load", [beside_an_attribute, beside_a_view, beside_the_tensor_itself, beside_a_buffer])
+def test_what_is_kept_beside_the_parameter_goes_through_the_loader(load: Callable[[Odd, str, torch.Tensor], None]) -> None:
+    model = Odd(load)
+    model.register_buffer("cache", torch.full((6,), 7.0), persistent=False)
+    learned = learn(model, tensor("odd", 8, 6))
+    reason = "the loader keeps something of it that is no parameter and no persistent buffer"
+    assert (learned.direct, learned.through_loader) == (("plain",), {"odd": reason})
+    assert not hasattr(model, "kept") and bool((model.cache == 7.0).all())
+
+
+def memory_of_its_own(model: Odd, name: str, loaded: torch.Tensor) -> None:
+    scratch = torch.empty(8, 6)
+    scratch[:4].copy_(loaded[:4])
+    scratch[4:].copy_(loaded[4:])
+    model.w.data.copy_(scratch)
+
+
+def test_memory_that_the_loader_makes_on_its_way_is_not_kept() -> None:
+    assert learn(Odd(memory_of_its_own), tensor("odd", 8, 6)).direct == ("plain", "odd")
+
+
+def test_the_check_leaves_nothing_behind() -> None:
+    def load(model: Odd, name: str, loaded: torch.Tensor) -> None:
+        model.w.data.copy_(loaded)
+        model.cache.copy_(loaded[0])
+        model.largest = float(loaded.max())
+        model.new = loaded.clone()
+
+    model = Odd(load)
+    model.register_buffer("cache", torch.full((6,), 7.0), persistent=False)
+    model.largest = 3.5
+    cache = model.cache
+    learned = learn(model, tensor("odd", 8, 6))
+    check_layout(model, model.load_weights, learned)
+    assert model.cache is cache and bool((cache == 7.0).all())
+    assert model.largest == 3.5 and not hasattr(model, "new")
+
+
+def test_one_tensor_in_two_parameters_goes_through_the_loader() -> None:
+    def load(model: Odd, name: str, loaded: torch.Tensor) -> None:
+        model.w.data.copy_(loaded)
+        model.other.data[:4].copy_(loaded[:4])
+
+    model = Odd(load)
+    model.other = nn.Parameter(torch.zeros(8, 6))
+    learned = learn(model, tensor("odd", 8, 6))
+    assert learned.through_loader == {"odd": "the loader copies it to several parameters: other, w"}
 
 
 def computed(model: Odd, name: str, loaded: torch.Tensor) -> None:
@@ -186,7 +254,7 @@ def refused(model: Odd, name: str, loaded: torch.Tensor) -> None:
         (repointed, r"raised RuntimeError: .*incompatible tensor type"),
         (looked_at, r"asks for a value"),
         (by_numpy, r"raised (TypeError|RuntimeError)"),
-        (kept, r"no parameter and no buffer"),
+        (kept, r"keeps something of it"),
         (narrowed, r"converts it"),
         (expanded, r"no set of boxes"),
         (refused, r"raised KeyError: .odd.0 is not known"),

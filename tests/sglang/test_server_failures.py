@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 
+from syncline.adapters.engines.fleet import states
 from syncline.adapters.engines.sglang import SGLangFront, SGLangOptions, SGLangReceiver, SGLangTarget, standin
 from syncline.engine import Receiver, RemoteTarget
 from syncline.engine.errors import PlanError
@@ -70,6 +71,8 @@ async def test_a_killed_source(committed, llama_tp1, kit, landing: str) -> None:
     else:
         assert receiver.state == "FENCED"
         waiting = await answers_nothing(llama_tp1)
+        (found,) = await states([llama_tp1.url], timeout_s=30)  # a front that knows only the server's URL sees it
+        assert (found.kind, found.serves) == ("sglang", False), found
     healing = await kit.trainer(kit.tiny_config("Llama"), RemoteTarget(receiver.address), **SMALL)
     assert (await healing.push(3, models[2])).ok
     await serves(llama_tp1, kit, 3, models[2])

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from syncline.adapters.engines.fleet import states
 from syncline.adapters.engines.sglang import SGLangOptions, SGLangReceiver, SGLangTarget
 from syncline.engine import RemoteTarget
 from syncline.engine.errors import ConfigError, TargetUnreachable, VersionConflict
@@ -30,6 +31,8 @@ async def test_alternating_pushes(llama_tp1, kit) -> None:
         answer = await llama_tp1.generate(PROMPT, 16)
         assert answer.tokens == wanted[version % 2]
         assert answer.spans == [(str(version), 0, 16)]
+    (found,) = await states([llama_tp1.url], timeout_s=30)
+    assert (found.kind, found.state, found.version) == ("sglang", "COMMITTED", 20)
 
 
 @pytest.mark.parametrize("landing", ["staged", "streamed"])

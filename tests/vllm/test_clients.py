@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 import torch
 
+from syncline.adapters.engines.fleet import common_version, states
 from syncline.adapters.engines.replay import Replayer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -66,6 +67,9 @@ async def test_no_answer_is_mixed_and_none_is_lost(replicas, source, well) -> No
                     await asyncio.sleep(0.005)
         over.set()
 
+    found = await states([server.url for server in servers], timeout_s=30)
+    assert [(state.kind, state.serves) for state in found] == [("vllm", True)] * 2, found
+    assert common_version(found) == PUSHES + 1
     assert {answer.status for _, answer in answers} == {200}
     assert {(answer.finish_reason, len(answer.token_ids)) for _, answer in answers} == {("length", 40)}
     served = {span.version for _, answer in answers for span in answer.versions}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from syncline.adapters.engines.fleet import states
 from syncline.adapters.trainers import ModuleSource
 from syncline.scheduler.errors import PlanError
 
@@ -42,6 +43,8 @@ async def test_a_server_with_random_weights_is_fenced(served) -> None:
     assert (status.state, status.version) == ("FENCED", None)
     assert await server.is_paused()
     assert await server.says_nothing()
+    (found,) = await states([server.url], timeout_s=30)
+    assert (found.kind, found.state, found.serves) == ("vllm", "PAUSED", False)
 
 
 async def test_pushes_arrive(served, source, arrived, well) -> None:
