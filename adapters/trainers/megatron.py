@@ -37,8 +37,9 @@ class MegatronSource(ModuleSource):
         model: a chunk of the model, or the list of chunks of a rank with virtual pipeline stages; wrappers (``DDP``,
             ``Float16Module``) may be around them.
         hf_config: the Hugging Face config (object or dict) of the same model. Its ``model_type`` finds the family, its
-            ``vocab_size`` says which rows are padding, and its numbers are compared with Megatron's. Without it nothing tells
-            that a target cuts tensors of the same shapes into another number of heads.
+            ``vocab_size`` says which rows are padding, and what the family's table names (`Family.numbers`: layers, heads,
+            experts) is compared with Megatron's. Rotation, norms' epsilons and the like are not: weights do not depend on
+            them. Without it nothing tells that a target cuts tensors of the same shapes into another number of heads.
         family: name of a family in `syncline.adapters.trainers.families`, or a `Family` of your own.
         vocab_size: rows of the embeddings in the checkpoint. By default that of ``hf_config``; without one the model's own,
             padding included.

@@ -41,8 +41,16 @@ Grouped-query attention of all Hugging Face models in `families` rotates halves,
 With latent attention Megatron always takes pairs, as DeepSeek's checkpoints have them, and refuses ``rotary_interleaved``.
 """
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "quick_gelu": "quick_gelu"}
-"""What both sides call activation functions; others are not compared."""
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+    "quick_gelu": "quick_gelu",
+}
+"""What both sides call activation functions; others are not compared, nor approximations told from the function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +241,7 @@ class _Mapper:
         axis = parameter.axis
         if axis is not None and place.ranks > 1:
             axis = axis if row.axis is None else row.axis
+            self._check_gate(parameter, row)
             shard = Shard(axis, place.ranks, place.rank, parameter.stride if row.rule.stride is None else row.rule.stride)
             if not 0 <= axis < len(local) or local[axis] % shard.stride:
                 raise ValueError(f"it cannot be sharded along axis {axis} in {shard.stride} rounds")
@@ -240,6 +249,15 @@ class _Mapper:
         segments = row.rule.segments(whole[0] if whole else 1, self.dims)
         found = boxes(local, segments, shard)
         return found or [padding_box(local)]
+
+    def _check_gate(self, parameter: Parameter, row: Row) -> None:
+        """Megatron marks halves of a rank's own with a stride; parameters that were never initialized, or TE's, lack that."""
+        silent = row.rule.stride is None and parameter.stride == 1
+        if silent and self.dims.gated and ".linear_fc1." in parameter.path:
+            raise ValueError(
+                "each rank holds [gate; up] of its own, and neither the parameter nor its row says so; write Gated(...), or "
+                "Same(..., stride=2) for a checkpoint that has both in one tensor"
+            )
 
     def _settled(self, found: list[NamedBox]) -> list[NamedBox]:
         """The boxes; nothing of a second copy of tied embeddings on this rank."""

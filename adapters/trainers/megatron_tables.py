@@ -57,7 +57,11 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """One checkpoint tensor of the same shape."""
+    """One checkpoint tensor of the same shape.
+
+    Write ``stride=2`` where each rank holds two halves of its own one behind the other (``linear_fc1`` with a gate, for a
+    checkpoint that has gate and up in one tensor): not every parameter says so itself.
+    """
 
     to: str
     stride: int | None = None
@@ -157,7 +161,8 @@ class Family:
             ``rotary_interleaved``: for a checkpoint that has them so too.
 
     Raises:
-        ConfigError: something among the rows is no `Row`, or has a placeholder that nothing fills in.
+        ConfigError: something among the rows is no `Row`, or has a placeholder that nothing fills in, that is there twice, or
+            that the checkpoint's names lack.
     """
 
     name: str
@@ -192,12 +197,17 @@ def _problems(row: object) -> list[str]:
     """What is wrong with a row of a table."""
     if not isinstance(row, Row) or not isinstance(row.pattern, str) or not callable(getattr(row.rule, "segments", None)):
         return [f'{row!r} is no row: write Row("a.name.in.megatron", Same("its.name.in.the.checkpoint"))']
-    known = set(_PLACEHOLDER.findall(row.pattern))
+    inside = _PLACEHOLDER.findall(row.pattern)
+    known = set(inside)
     found = [f"{{{key}}} in {row.pattern!r} is neither {{layer}} nor {{expert}}" for key in known - {"layer", "expert"}]
+    found += [f"{{{key}}} is in {row.pattern!r} more than once" for key in known if inside.count(key) > 1]
     rule: Any = row.rule
     values = [getattr(rule, entry.name) for entry in fields(rule)] if is_dataclass(rule) else []
     for name in (value for value in values if isinstance(value, str)):
-        found += [f"{{{key}}} in {name!r} is not in {row.pattern!r}" for key in set(_PLACEHOLDER.findall(name)) - known]
+        used = set(_PLACEHOLDER.findall(name))
+        found += [f"{{{key}}} in {name!r} is not in {row.pattern!r}" for key in used - known]
+        # Else layers of other stages, or experts of other ranks, would pass for replicas of one tensor.
+        found += [f"{{{key}}} in {row.pattern!r} is not in {name!r}" for key in known & {"layer", "expert"} - used]
     return sorted(found)
 
 

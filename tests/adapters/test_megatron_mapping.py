@@ -14,7 +14,7 @@ from syncline.adapters.trainers import MegatronSource
 from syncline.adapters.trainers.families import DEEPSEEK_V2, DEEPSEEK_V3, FAMILIES, LLAMA, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3_MOE
 from syncline.adapters.trainers.megatron_mapping import EXPERT, check_configs, map_model
 from syncline.adapters.trainers.megatron_model import Place, Places, layer_numbers, unwrapped
-from syncline.adapters.trainers.megatron_tables import Dims, Family, Row, Same
+from syncline.adapters.trainers.megatron_tables import Dims, Family, Gated, Row, Same
 from syncline.engine.errors import ConfigError
 from syncline.scheduler.errors import PlanError
 
@@ -332,6 +332,23 @@ def test_an_activation_or_a_rotation_that_differs_is_refused():
     assert "rope_interleave is False" in line
 
 
+def test_a_gate_in_one_tensor_has_to_be_said_where_the_parameter_does_not():
+    """As with perform_initialization=False, and with Transformer Engine's layers."""
+    whole = "model.layers.{layer}.mlp.gate_up_proj.weight"
+    silent, telling = ({"layer.mlp.linear_fc1.weight": marked(8, HIDDEN, stride=stride)} for stride in (1, 2))
+
+    def family(rule):
+        return Family(name="own", rows=(Row("decoder.layers.{layer}.mlp.linear_fc1.weight", rule),))
+
+    (line,) = problems([Chunk(silent)], family=family(Same(whole)), at=places(tensor=(1, 2)))
+    assert "Same(..., stride=2)" in line
+    said = mapped([Chunk(silent)], family=family(Same(whole, stride=2)), at=places(tensor=(1, 2))).boxes
+    assert said == mapped([Chunk(telling)], family=family(Same(whole)), at=places(tensor=(1, 2))).boxes
+    assert [(box.start[0], box.size[0]) for boxes in said.values() for box in boxes] == [(4, 4), (12, 4)]
+    mapped([Chunk(silent)], family=family(Same(whole)))  # on one rank there is nothing to mistake
+    mapped([Chunk(silent, gated_linear_unit=False)], family=family(Same(whole)), at=places(tensor=(1, 2)))
+
+
 def test_a_pattern_that_leaves_nothing_out_is_refused_where_all_stages_are():
     """Of a pipeline's stages only some may have what it means."""
     chunk = Chunk(NORM)
@@ -393,6 +410,22 @@ def test_tables_are_sound(family):
     for row in family.rows:
         for segment in row.rule.segments(16, Dims(heads=4, groups=2, head_dim=2)):
             assert all((key in row.pattern) == (key in segment.to) for key in ("{layer}", "{expert}")), row
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (Row("a.{layer}.b.{layer}", Same("c.{layer}")), "more than once"),
+        (Row("a.{layer}", Same("c")), r"\{layer\} in 'a.\{layer\}' is not in 'c'"),
+        (Row("a.{layer}.{expert}", Same("c.{layer}")), r"\{expert\} .*is not in 'c"),
+        (Row("a.{layer}", Gated("gate.{layer}", "up")), r"is not in 'up'"),
+    ],
+    ids=["twice", "no layer", "no expert", "one of two"],
+)
+def test_every_name_has_every_number_once(row, words):
+    """A name that lacks one would be the same for layers of other stages or experts of other ranks, as of replicas."""
+    with pytest.raises(ConfigError, match=words):
+        Family(name="mine", rows=(row,))
 
 
 @pytest.mark.parametrize(

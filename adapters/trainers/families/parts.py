@@ -22,6 +22,7 @@ GQA_NUMBERS = {**NUMBERS, "num_query_groups": ("num_key_value_heads", "num_atten
 MOE_NUMBERS = {
     "num_moe_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+    "moe_router_topk": ("num_experts_per_tok",),
 }
 """Of experts."""
 
