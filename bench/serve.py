@@ -10,11 +10,14 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 import torch
 
 from syncline.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from syncline.engine.observing import Observer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -51,6 +54,8 @@ class ServeOptions:
     """Longest time that a request goes without a token, in seconds."""
     two_phase: bool = False
     """Also take updates from sources that speak only the two-phase protocol, at the address for clients."""
+    metrics_port: int | None = None
+    """Serve Prometheus metrics on loopback at this port, 0 takes a free one. Needs the extra metrics."""
     threads: int | None = None
     """Threads that torch computes with; all cores by default."""
 
@@ -63,6 +68,8 @@ class ServeOptions:
             problems.append(f"max_length is {self.max_length}; a prompt and an answer need at least 2")
         if not 0 < self.timeout_s < float("inf"):
             problems.append(f"timeout_s is {self.timeout_s}; it must be a finite number of seconds above 0")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            problems.append(f"metrics_port is {self.metrics_port}; ports go from 0 to 65535")
         if self.threads is not None and self.threads < 1:
             problems.append(f"threads is {self.threads}; it must be at least 1")
         host, _, port = self.http.rpartition(":")
@@ -115,6 +122,7 @@ async def _serve(options: ServeOptions) -> None:
     # Imported here: transformers takes seconds, and `syncline --help` should not.
     from syncline.adapters.engines.hosting import HostedEngine, HostOptions
 
+    metrics = _Metrics(options.metrics_port)
     hosted = HostedEngine(
         HostOptions(
             model=options.model,
@@ -130,11 +138,48 @@ async def _serve(options: ServeOptions) -> None:
             max_waiting=options.max_waiting,
             timeout_s=options.timeout_s,
             two_phase=options.two_phase,
+            observers=metrics.observers,
         )
     )
     async with hosted:
-        with _announced(options.ready_file, hosted.addresses):
+        with metrics, _announced(options.ready_file, {**hosted.addresses, **metrics.addresses}):
             await stop.wait()
+
+
+class _Metrics:
+    """Prometheus metrics of this process in a registry of their own, served while the block lasts. ``port`` None: none."""
+
+    def __init__(self, port: int | None) -> None:
+        self.observers: tuple[Observer, ...] = ()
+        self.addresses: dict[str, str] = {}
+        self._port = port
+        if port is None:
+            return
+        try:
+            from prometheus_client import CollectorRegistry
+
+            from syncline.engine.metrics import PrometheusMetrics
+        except ModuleNotFoundError as error:
+            raise ConfigError([f"metrics_port needs {error.name}: pip install 'syncline[metrics]'"]) from error
+        self._registry = CollectorRegistry()
+        self.observers = (PrometheusMetrics(self._registry),)
+
+    def __enter__(self) -> Self:
+        if self._port is not None:
+            from prometheus_client import start_http_server
+
+            try:
+                self._server, self._thread = start_http_server(self._port, addr="127.0.0.1", registry=self._registry)
+            except OSError as error:
+                raise ConfigError([f"cannot listen on metrics_port {self._port}: {error}"]) from error
+            self.addresses["metrics"] = f"http://127.0.0.1:{self._server.server_port}/metrics"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._port is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
 
 
 @contextlib.contextmanager

@@ -185,20 +185,20 @@ class Engine:
 
     def _rows(self, shape: Architecture, p: Parameter, t: int) -> range:
         if p.role in {"k", "v"} and shape.kv_heads < self.tp:
-            head = t * shape.kv_heads // self.tp
-            return range(head * shape.head_dim, (head + 1) * shape.head_dim)
+            head, rows = t * shape.kv_heads // self.tp, p.shape[0] // shape.kv_heads
+            return range(head * rows, (head + 1) * rows)
         return part(p.shape[0], self.tp, t)
 
     def _expert(self, draft: Draft, p: Parameter, index: int, rank: int, local: int) -> None:
         s = rank % self.etp
-        at = p.name.split(".experts.")[0] + ".experts."
+        at, kind = p.name.split(".experts.")[0] + ".experts.", p.name.rsplit(".", 1)[1]
         if p.role == "down":
             columns = part(p.shape[1], self.etp, s)
-            buffer, skip = (f"{at}w2_weight", local) if self.fused else (p.name, 0)
+            buffer, skip = (f"{at}w2_{kind}", local) if self.fused else (p.name, 0)
             draft.columns(buffer, index, columns, skip * p.shape[0] * len(columns))
             return
         rows = part(p.shape[0], self.etp, s)
-        buffer, skip = (f"{at}w13_weight", 2 * local + (p.role == "up")) if self.fused else (p.name, 0)
+        buffer, skip = (f"{at}w13_{kind}", 2 * local + (p.role == "up")) if self.fused else (p.name, 0)
         draft.rows(buffer, index, rows, skip * len(rows) * p.shape[1])
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from syncline.scheduler.formats import parse_format
 from syncline.scheduler.options import Route
 
 from .errors import ConfigError
 from .messages import InFlight, Landing
 
-Transport = Literal["auto", "shm", "gloo"]
+Transport = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -52,10 +54,16 @@ class TransferConfig:
         connect_timeout_s: deadline of `connect` and of every single control call, in seconds.
         target_timeout_s: a target that makes no progress for so long while it is waited for is lost; the others go on.
             None takes a quarter of ``push_timeout_s``.
-        transport: ``auto`` takes shared memory on one host and gloo between hosts.
+        transport: ``auto`` takes shared memory on one host and gloo between hosts; for targets on GPUs CUDA IPC on one host
+            and NCCL between hosts.
         route: ``auto`` sends what targets need straight from the source ranks that hold it, and has a rank gather what the
             target takes whole only, what would be cut too small, and what ``mapped`` landing needs in one piece; ``gather``
             and ``direct`` do one or the other wherever that is possible. The report says which went how.
+        wire_format: how weights are quantized that a target holds as FP8 and the trainer does not. ``auto`` reads it off the
+            scales that the target declares beside them (blocks of 128 x 128, a scale a row, one for all); a format's name
+            such as ``fp8_e4m3:128x128:pow2`` says what they don't tell; ``cast`` quantizes nothing.
+        modules_to_not_convert: modules that must not be quantized, as a checkpoint's ``quantization_config`` lists them: a
+            target that holds one of them as FP8 all the same is refused.
         in_flight: what happens to requests that are being answered at a commit: ``drain``, ``abort`` or ``keep``.
         workers: threads that copy, cast and digest, on each source rank.
         poll_interval_s: longest pause of the completion poller, in seconds.
@@ -76,6 +84,8 @@ class TransferConfig:
     target_timeout_s: float | None = None
     transport: Transport = "auto"
     route: Route = "auto"
+    wire_format: str = "auto"
+    modules_to_not_convert: Sequence[str] = ()
     in_flight: InFlight = "keep"
     workers: int = 2
     poll_interval_s: float = 0.001
@@ -85,6 +95,8 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         problems: list[str] = []
+        if isinstance(self.modules_to_not_convert, list):  # as JSON has it
+            object.__setattr__(self, "modules_to_not_convert", tuple(self.modules_to_not_convert))
         self._check_sizes(problems)
         self._check_numbers(problems)
         self._check_choices(problems)
@@ -111,15 +123,28 @@ class TransferConfig:
             value = getattr(self, name)
             if value not in get_args(kind):
                 problems.append(f"{name} is {value!r}; choose one of {', '.join(get_args(kind))}")
-        if self.landing == "mapped" and self.transport == "gloo":
-            problems.append("landing 'mapped' needs shared memory; transport 'gloo' has none (choose 'auto' or 'shm')")
+        if self.landing == "mapped" and self.transport in {"gloo", "nccl", "cuda_ipc"}:
+            problems.append(
+                f"landing 'mapped' needs shared memory; transport {self.transport!r} has none (choose 'auto' or 'shm')"
+            )
         if self.landing == "mapped" and self.route == "direct":
             problems.append(
                 "landing 'mapped' needs whole tensors in one rank's memory; route 'direct' has none (choose 'auto')"
             )
+        self._check_formats(problems)
         for name in ("verify", "trace"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be True or False")
+
+    def _check_formats(self, problems: list[str]) -> None:
+        if self.wire_format not in {"auto", "cast"}:
+            try:
+                parse_format(self.wire_format)
+            except (ValueError, TypeError) as error:
+                problems.append(f"wire_format: {error}; or 'auto', or 'cast'")
+        modules = self.modules_to_not_convert
+        if not isinstance(modules, tuple) or not all(isinstance(module, str) and module for module in modules):
+            problems.append(f"modules_to_not_convert is {modules!r}; it must be a list of module names or patterns")
 
     def _check_reach(self, problems: list[str]) -> None:
         if self.bind_host not in LOOPBACK and not self.secret:

@@ -34,6 +34,7 @@ from .errors import (
     error_from_wire,
     wire_text,
 )
+from .trace_clock import ClockLog
 
 log = logging.getLogger("syncline.engine")
 
@@ -66,6 +67,8 @@ class Coordination(Protocol):
 
     rank: int
     world_size: int
+    clock: ClockLog
+    """When steps came and went: what aligns the ranks' traces."""
 
     def watch(self, on_abort: OnAbort, on_note: OnNote) -> None:
         """Call these on the loop: when another rank failed an attempt, and when a note comes in."""
@@ -97,6 +100,7 @@ class Solo:
     world_size = 1
 
     def __init__(self) -> None:
+        self.clock = ClockLog()
         self._failed: dict[str, SynclineError] = {}
 
     def watch(self, on_abort: OnAbort, on_note: OnNote) -> None:
@@ -148,6 +152,7 @@ class Hub:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.clock = ClockLog()
         self.token = secrets.token_hex(32)
         self._sockets: dict[int, web.WebSocketResponse] = {}
         self._lost: dict[int, SourceRankLost] = {}
@@ -201,6 +206,7 @@ class Hub:
             raise
         finally:
             self._contributed.pop(step, None)
+        self.clock.decided(step)
         self._send(Frame(step=step, payload=decision))
         await self._flushed()
         return decision
@@ -244,6 +250,7 @@ class Hub:
     def forget(self, past: Callable[[str], bool]) -> None:
         _forget(past, self._failed)
         _forget(past, self._contributed)
+        self.clock.forget(past)
 
     def tell(self, topic: str, payload: bytes) -> None:
         self._send(Frame(step=topic, payload=payload, note=True))
@@ -315,6 +322,7 @@ class Hub:
             if first:
                 self._on_abort(frame.step, error)
             return
+        self.clock.arrived(frame.step, rank)
         async with self._changed:
             self._contributed.setdefault(frame.step, {})[rank] = frame.payload
             self._changed.notify_all()
@@ -355,6 +363,7 @@ class Spoke:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.clock = ClockLog()
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -391,6 +400,7 @@ class Spoke:
         if (error := self._failed.get(attempt_of(step))) is not None:
             raise error
         self._waiting[step] = future
+        self.clock.left(step)
         await self._post(Frame(step=step, payload=payload))
         try:
             async with asyncio.timeout(timeout_s):
@@ -410,6 +420,7 @@ class Spoke:
 
     def forget(self, past: Callable[[str], bool]) -> None:
         _forget(past, self._failed)
+        self.clock.forget(past)
 
     def tell(self, topic: str, payload: bytes) -> None:
         task = asyncio.ensure_future(self._post(Frame(step=topic, payload=payload, note=True)))
@@ -442,6 +453,7 @@ class Spoke:
         elif frame.error:
             self._fail_attempt(frame.step, error_from_wire(frame.error, frame.payload.decode()))
         elif (future := self._waiting.get(frame.step)) is not None and not future.done():
+            self.clock.back(frame.step)
             future.set_result(frame.payload)
 
     def _fail_attempt(self, attempt: str, error: SynclineError) -> None:

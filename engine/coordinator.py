@@ -39,6 +39,8 @@ from .messages import (
 )
 from .steps import CONTENT, Done, Enter, Linked, Manifests, Offers, Opening, Outcome, Start, TargetOutcome
 from .targets import Target, TargetHandle
+from .trace_clock import ClockLog, Offset
+from .trace_log import TargetLog
 
 log = logging.getLogger("syncline.engine")
 
@@ -74,6 +76,7 @@ class Coordinator:
         self._started = 0.0
         self._prepared: dict[int, PrepareReply] = {}
         self._failed: dict[int, SynclineError] = {}
+        self._logs: dict[int, TargetLog] = {}
 
     # ------------------------------------------------------------------------------------------------------ opening
 
@@ -84,7 +87,7 @@ class Coordinator:
         self._check_alike(enters)
         _check_manifests(enters)
         version = enters[0].version
-        self._prepared, self._failed = {}, {}
+        self._prepared, self._failed, self._logs = {}, {}, {}
         self.push_id = secrets.token_hex(8)
         await self._refresh(must=version is None)
         sources = [enter.manifest_digest for enter in enters]
@@ -285,14 +288,20 @@ class Coordinator:
         reply = await handle.client.prepare(request)
         if reply.status == "error":
             raise error_from_wire(reply.error or "PushError", f"target {handle.address}: {reply.message}")
+        self._logs[handle.index] = TargetLog(ready=time.perf_counter())
         return reply
 
     # ------------------------------------------------------------------------------------------------------ complete
 
     async def decide_outcome(
-        self, parts: Sequence[bytes], version: int, plan: Plan, lost: Mapping[int, str], remaining: Callable[[], float]
-    ) -> bytes:
-        """Phase two: every target votes and commits. Builds the outcome that all ranks report."""
+        self, parts: Sequence[bytes], version: int, plan: Plan, lost: Mapping[int, str], remaining: Callable[[], float],
+        *, clock: ClockLog | None = None,
+    ) -> bytes:  # fmt: skip
+        """Phase two: every target votes and commits. Builds the outcome that all ranks report.
+
+        ``clock``: this rank's, if there is to be a trace.
+        """
+        all_done = time.perf_counter()
         ranks = decode(parts, Done)
         digests = _add_digests(ranks)
         for index, reason in lost.items():
@@ -315,6 +324,8 @@ class Coordinator:
             tasks=plan.total_tasks,
             targets=outcomes,
             ranks=ranks,
+            offsets=_offsets(ranks, clock),
+            voting=(all_done, time.perf_counter()),
         )
         return msgspec.msgpack.encode(outcome)
 
@@ -343,7 +354,12 @@ class Coordinator:
             digests=mine if self.config.verify else {},
             timeout_s=timeout_s,
         )
-        return await handle.client.complete(request)
+        log = self._logs.setdefault(handle.index, TargetLog())
+        log.asked = time.perf_counter()
+        reply = await handle.client.complete(request)
+        log.answered = time.perf_counter()
+        log.commit_s, log.pause_s, log.landings = reply.commit_s, reply.pause_s, reply.landings
+        return reply
 
     def _outcome(self, handle: TargetHandle, version: int, reply: CompleteReply | SynclineError | None) -> TargetOutcome:
         prepared = self._prepared.get(handle.index)
@@ -368,6 +384,7 @@ class Coordinator:
             landing_bytes=answered.landing_bytes if answered else 0,
             commit_s=answered.commit_s if answered else 0.0,
             pause_s=answered.pause_s if answered else 0.0,
+            log=self._logs.get(handle.index),
         )
 
     # --------------------------------------------------------------------------------------------------------- abort
@@ -415,7 +432,8 @@ class Coordinator:
             return TargetLost(f"target {handle.address} is lost: {error}")
         if loss.done():
             return handle.lost_error()
-        return TargetLost(f"target {handle.address} is lost: it gave no answer within {timeout_s:.3g} s")
+        slow = "; in_flight='drain' waits for requests that are being answered" if self.config.in_flight == "drain" else ""
+        return TargetLost(f"target {handle.address} is lost: it gave no answer within {timeout_s:.3g} s{slow}")
 
     async def close(self) -> None:
         await asyncio.gather(*(handle.close() for handle in self.handles))
@@ -441,6 +459,13 @@ def _add_digests(ranks: Sequence[Done]) -> dict[str, int]:
         for receiver, partial in done.digests.items():
             sums[receiver] = (sums.get(receiver, 0) + int(partial, 16)) % _MODULUS
     return sums
+
+
+def _offsets(ranks: Sequence[Done], clock: ClockLog | None) -> list[Offset]:
+    if clock is None:
+        return []
+    logs = [done.log for done in ranks]
+    return [clock.offset(rank, log.trips) if rank and log is not None else Offset() for rank, log in enumerate(logs)]
 
 
 def _hex(digest: int) -> str:

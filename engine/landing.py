@@ -17,6 +17,7 @@ thread cannot be cancelled: after a failure `settled` says whether any is left.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -46,10 +47,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What has landed: digest over all of it (None where digests are off), and the number of buckets."""
+    """What has landed: digest over all of it (None where digests are off), and the number of buckets.
+
+    ``starved_s``: seconds in which nothing had come that could have been worked on.
+    """
 
     digest: int | None
     buckets: int
+    starved_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,7 @@ class Route:
         loader: the loader's thread.
         workers: threads that copy and digest.
         verify: compute digests.
+        device: where weights live, if kernels land them there (`syncline.engine.landing_device`); None for CPU memory.
     """
 
     program: TargetProgram
@@ -71,6 +77,7 @@ class Route:
     loader: LoaderThread
     workers: Workers
     verify: bool
+    device: torch.device | None = None
 
 
 Buffers = Sequence[torch.Tensor | None] | None
@@ -99,6 +106,11 @@ class LandingPath(Protocol):
     @property
     def landing_bytes(self) -> int:
         """Spare memory of this process that it holds for landing."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buckets of a push."""
         ...
 
     async def begin(self, push_id: str, timeout_s: float) -> None:
@@ -137,19 +149,25 @@ def make_path(landing: Landing, route: Route, buffers: Buffers) -> LandingPath:
     return Mapped(route)
 
 
-class _Path:
+class PathBase:
     """What the modes share."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
         self._half = route.half
         self._jobs: set[Signal[Any]] = set()
+        self._starved_s = 0.0
 
     @property
     def landing_bytes(self) -> int:
         return self._half.landing_bytes
 
+    @property
+    def nbytes(self) -> int:
+        return sum(task.nbytes for task in self._route.program.tasks)
+
     async def begin(self, push_id: str, timeout_s: float) -> None:
+        self._starved_s = 0.0
         await self._half.begin(push_id, timeout_s=timeout_s)
 
     async def end(self, *, committed: bool) -> None:
@@ -202,9 +220,9 @@ class _Path:
 
         try:
             for task in self._route.program.tasks:
-                bucket = await self._bucket(task, failures)
+                bucket = await self._starving(self._bucket(task, failures))
                 if before is not None and not failures:
-                    await _collect(before(), failures)
+                    await collect(before(), failures)
                     before = None
                 if failures:
                     self._half.release(task)
@@ -221,7 +239,16 @@ class _Path:
         if failures:
             raise failures[0]
         self._half.check()
-        return Received(digest=add_digests(parts) if self._route.verify else None, buckets=len(parts))
+        digest = add_digests(parts) if self._route.verify else None
+        return Received(digest=digest, buckets=len(parts), starved_s=self._starved_s)
+
+    async def _starving(self, coming: Awaitable[T]) -> T:
+        """Wait for what the source sends, and count the seconds."""
+        began = time.perf_counter()
+        try:
+            return await coming
+        finally:
+            self._starved_s += time.perf_counter() - began
 
     async def _bucket(self, task: TargetTask, failures: list[Exception]) -> torch.Tensor:
         """The bucket of a task. If the link is whole and something else fails, it comes all the same, to be thrown away."""
@@ -244,7 +271,7 @@ class _Path:
         await loader.call(loader.loader.finish, version)
 
 
-class Streamed(_Path):
+class Streamed(PathBase):
     """Implements `LandingPath`: no spare memory, live parameters change while data comes."""
 
     def __init__(self, route: Route, buffers: Buffers) -> None:
@@ -265,8 +292,8 @@ class Streamed(_Path):
         if self._placing is None:
             return await self._each_bucket(self._take, before)
         failures: list[Exception] = []
-        await self._placing.first_bytes()
-        await _collect(before(), failures)
+        await self._starving(self._placing.first_bytes())
+        await collect(before(), failures)
         self._placing.open_places(live=not failures)
         return await self._each_bucket(self._take, failures=failures)
 
@@ -317,7 +344,7 @@ class Streamed(_Path):
         return add_digests((digest, self._write(ways, bucket)))
 
 
-class _Landed(_Path):
+class _Landed(PathBase):
     """Implements the receiving side of ``staged`` and ``mapped``: a whole push stays in landing memory until commit."""
 
     def __init__(self, route: Route) -> None:
@@ -423,7 +450,8 @@ def _done(digest: int) -> Signal[int]:
     return signal
 
 
-async def _collect(work: Awaitable[None], failures: list[Exception]) -> None:
+async def collect(work: Awaitable[None], failures: list[Exception]) -> None:
+    """Wait for ``work``; an error of ours goes to ``failures``."""
     try:
         await work
     except SynclineError as error:

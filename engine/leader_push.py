@@ -14,6 +14,7 @@ from .messages import (
     CompleteReply,
     CompleteRequest,
     ConnectRequest,
+    LandingTime,
     PrepareReply,
     PrepareRequest,
     RankOrder,
@@ -90,6 +91,7 @@ class Push:
         reply.num_buckets_received = max((vote.buckets for vote in votes.values()), default=0)
         reply.votes = {str(rank): vote.yes for rank, vote in sorted(votes.items())}
         reply.landing_bytes = sum(vote.landing_bytes for vote in votes.values())
+        reply.landings = [LandingTime(rank, vote.landing_s, vote.starved_s) for rank, vote in sorted(votes.items())]
         if "commit" in began:
             reply.commit_s = max(0.0, began.get("resume", self.ended) - began["commit"])
         if "pause" in began:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from syncline.scheduler.layout import Manifest
 from syncline.scheduler.programs import TargetProgram
 from syncline.scheduler.proof import check_target_program
+from syncline.stages.cudart import CudaIpc
+from syncline.stages.nccl import CudaNccl
+from syncline.stages.nccl_communicator import Issuer
 from syncline.stages.transports.base import ReceivingHalf
+from syncline.stages.transports.cuda_ipc_receiver import CudaIpcHalf
 from syncline.stages.transports.gloo import GlooHalf
+from syncline.stages.transports.nccl import NcclNetwork
 from syncline.stages.transports.shm_receiver import ShmHalf
+from syncline.stages.transports.two_sided_receiver import TwoSidedHalf
 from syncline.stages.workers import Workers
 
 from .errors import PlanError, ProtocolError, SynclineError
 from .landing import LandingPath, Route, make_path
+from .landing_device import landing_device, make_device_path
 from .loader_thread import LoaderThread
 from .messages import ConnectRequest, InFlight, Landing, RankLinks
 
 log = logging.getLogger("syncline.engine")
 
 HalfFactory = Callable[[str, TargetProgram, Landing, Workers], ReceivingHalf]
-"""Makes the receiving half of a transport: its kind (``shm``, ``gloo``), program, landing mode, worker threads."""
+"""Makes the receiving half of a transport: its kind (``shm``, ``gloo``, ``cuda_ipc``, ``nccl``), program, landing mode, worker
+threads. What comes to device memory comes to the current CUDA device."""
 
 _ORDERLY_S = 2.0
 
@@ -43,13 +54,21 @@ class Link:
 
 def transports(bind_host: str) -> HalfFactory:
     """The transports that syncline has. ``bind_host``: address that gloo's connections bind to."""
+    issuers: dict[torch.device, Issuer] = {}  # one thread makes all NCCL calls of a device
 
     def make(kind: str, program: TargetProgram, landing: Landing, workers: Workers) -> ReceivingHalf:
         if kind == "shm":
             return ShmHalf(program=program, landing=landing)
         if kind == "gloo":
             return GlooHalf(program=program, landing=landing, bind_host=bind_host, workers=workers)
-        raise ProtocolError(f"transport {kind!r} is not known here; it is one of shm, gloo")
+        if kind == "cuda_ipc":
+            return CudaIpcHalf(program=program, landing=landing, runtime=CudaIpc(torch.device("cuda")), workers=workers)
+        if kind == "nccl":
+            runtime = CudaNccl(torch.device("cuda"))
+            issuer = issuers.setdefault(runtime.device, Issuer(runtime))
+            network = NcclNetwork(issuer, runtime.device)
+            return TwoSidedHalf(network=network, program=program, landing=landing, workers=workers)
+        raise ProtocolError(f"transport {kind!r} is not known here; it is one of shm, gloo, cuda_ipc, nccl")
 
     return make
 
@@ -70,10 +89,15 @@ async def make_link(
     if request.manifest_digest != manifest.digest:
         raise PlanError([stale(manifest.rank, request.manifest_digest, manifest.digest)])
     program = await workers.submit(_checked_program, request, links, manifest)
-    half = make_half(links.transport, program, request.landing, workers)
     buffers = await loader.call(loader.loader.buffers)
-    route = Route(program=program, manifest=manifest, half=half, loader=loader, workers=workers, verify=request.verify)
-    path = await workers.submit(make_path, request.landing, route, buffers)
+    device = landing_device(links.transport, manifest, buffers)
+    with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+        half = make_half(links.transport, program, request.landing, workers)
+    route = Route(
+        program=program, manifest=manifest, half=half, loader=loader, workers=workers, verify=request.verify, device=device
+    )
+    make = make_path if device is None else make_device_path
+    path = await workers.submit(make, request.landing, route, buffers)
     descriptors = {int(owner): descriptor for owner, descriptor in links.descriptors.items()}
     try:
         await half.link(descriptors, timeout_s=request.timeout_s)

@@ -70,6 +70,17 @@ class CompleteRequest(msgspec.Struct, kw_only=True):
     timeout_s: float = 60.0
 
 
+class LandingTime(msgspec.Struct, frozen=True, array_like=True):
+    """How a push landed on one rank of a target.
+
+    ``seconds`` from ``ready`` until every byte had landed and was digested; in ``starved_s`` of them nothing had come.
+    """
+
+    rank: int
+    seconds: float
+    starved_s: float
+
+
 class CompleteReply(msgspec.Struct, kw_only=True):
     """``success`` only when every rank voted yes and committed."""
 
@@ -84,6 +95,7 @@ class CompleteReply(msgspec.Struct, kw_only=True):
     landing_bytes: int = 0
     commit_s: float = 0.0
     pause_s: float = 0.0
+    landings: list[LandingTime] = []
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
@@ -116,6 +128,9 @@ class VoteReply(msgspec.Struct, kw_only=True):
     error: str = ""
     buckets: int = 0
     landing_bytes: int = 0
+    landing_s: float = 0.0
+    starved_s: float = 0.0
+    """See `LandingTime`."""
 
 
 class Ack(msgspec.Struct, kw_only=True):
@@ -164,7 +179,7 @@ class RankLinks(msgspec.Struct, kw_only=True):
 
     rank: int
     program: bytes
-    transport: Literal["shm", "gloo"]
+    transport: Literal["shm", "gloo", "cuda_ipc", "nccl"]
     descriptors: dict[str, bytes]
     """Source rank (as text) -> the sender's descriptor."""
 

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from .linking import HalfFactory, Link, close_path, end_path, make_link, stale
 from .loader import Loader, Serving, Unmapping
 from .loader_thread import LoaderThread
 from .messages import Ack, CompleteRequest, ConnectRequest, Landing, PrepareReply, PrepareRequest, RankOrder, VoteReply
+from .observing import UpdateEnd
 from .switch import Switch
 
 log = logging.getLogger("syncline.engine")
@@ -57,6 +59,12 @@ class _Update:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
     ready: PrepareReply | None = None
+    landing_s: float = 0.0
+    starved_s: float = 0.0
+    commit_s: float = 0.0
+    error: str = ""
+    began: float = field(default_factory=time.perf_counter)
+    began_ns: int = field(default_factory=time.time_ns)
 
 
 class Rank:
@@ -74,6 +82,7 @@ class Rank:
         make_half: see `HalfFactory`.
         on_commit: called once per version, under pause, after all content is in place.
         scope: where work in the background runs.
+        on_update: told of every update that has ended here.
     """
 
     def __init__(
@@ -91,6 +100,7 @@ class Rank:
         make_half: HalfFactory,
         on_commit: CommitHook | None,
         scope: TaskScope,
+        on_update: Callable[[UpdateEnd], None] | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.process = secrets.token_hex(8)
@@ -103,6 +113,7 @@ class Rank:
         self._make_half = make_half
         self._on_commit = on_commit
         self._scope = scope
+        self._on_update = on_update
         self._loader = LoaderThread(loader)
         self._workers = Workers(workers)
         self._manifest: Manifest | None = None
@@ -274,11 +285,17 @@ class Rank:
         if update.link.landing == "streamed":
             await self._switch.pause(update.link.in_flight)
         await update.link.path.begin(update.push_id, timeout_s)
+        began = time.perf_counter()
         update.receiving = asyncio.create_task(
             update.link.path.receive_all(update.version, lambda: self.fence.writing(update.push_id)),
             name=f"syncline-receive-{update.push_id}",
         )
-        update.receiving.add_done_callback(_seen)
+
+        def over(task: asyncio.Task[Received]) -> None:
+            update.landing_s = time.perf_counter() - began
+            _seen(task)
+
+        update.receiving.add_done_callback(over)
 
     def _prepare_reply(self, status: Any) -> PrepareReply:
         return PrepareReply(
@@ -296,16 +313,27 @@ class Rank:
             update = self._at(request.push_id, Phase.RECEIVING, request.timeout_s)
             assert update.receiving is not None
             received = await self._guard(update, asyncio.shield(update.receiving), request.timeout_s)
+            update.starved_s = received.starved_s
             digest = self._verified(received, request, update)
             self.fence.vote(request.push_id, digest)
         except SynclineError as error:
+            self._note(error)
             message = "\n".join(error.problems) if isinstance(error, PlanError) else str(error)
             return VoteReply(yes=False, rank=self.rank, message=message, error=type(error).__name__)
         except Exception as error:  # noqa: BLE001 - whatever stopped the receiving is told to the source
+            self._note(error)
             message = f"receiving raised {error!r}\n{traceback_text(error)}"
             return VoteReply(yes=False, rank=self.rank, message=message, error="StageError")
         self.landing_bytes = update.link.path.landing_bytes
-        return VoteReply(yes=True, rank=self.rank, digest=digest, buckets=received.buckets, landing_bytes=self.landing_bytes)
+        return VoteReply(
+            yes=True,
+            rank=self.rank,
+            digest=digest,
+            buckets=received.buckets,
+            landing_bytes=self.landing_bytes,
+            landing_s=update.landing_s,
+            starved_s=received.starved_s,
+        )
 
     def _verified(self, received: Received, request: CompleteRequest, update: _Update) -> str:
         if received.digest is None:
@@ -349,10 +377,13 @@ class Rank:
 
     async def _commit(self, update: _Update, order: RankOrder) -> None:
         self.fence.committing(update.push_id)
+        began = time.perf_counter()
         try:
             await self._guard(update, self._make_live(update, order), order.timeout_s)
             self.fence.applied(update.push_id)
+            update.commit_s = time.perf_counter() - began
         except BaseException as error:
+            self._note(error)
             if self.fence.push_id == update.push_id:
                 self.fence.fence(f"rank {self.rank} failed in the commit of version {update.version}: {error}")
                 self._mark_over(str(error))
@@ -382,6 +413,7 @@ class Rank:
             if self.fence.serving_version == update.version:
                 await self._switch.resume(update.version)
         self.pushes += 1
+        self._tell(update, ok=True)
         if update.link.landing == "mapped":  # whatever live parameters pointed at before is nobody's now
             self._release(self._leases[:-1])
             self._leases = self._leases[-1:]
@@ -439,7 +471,24 @@ class Rank:
         """Threads that still work for the push are not waited for here: the next one does (`_usable_link`)."""
         if update.receiving is not None:
             await _cancel(update.receiving)
+        self._tell(update, ok=False)
         await end_path(update.link.path, committed=False)
+
+    def _note(self, error: BaseException) -> None:
+        """Of the update under way: what it fails with."""
+        if self._update is not None:
+            self._update.error = self._update.error or type(error).__name__
+
+    def _tell(self, update: _Update, *, ok: bool) -> None:
+        if self._on_update is None:
+            return
+        end = UpdateEnd(
+            rank=self.rank, version=update.version, ok=ok, error="" if ok else update.error or "PushAborted",
+            began_ns=update.began_ns, seconds=time.perf_counter() - update.began,
+            bytes=update.link.path.nbytes if ok else 0, landing_s=update.landing_s, starved_s=update.starved_s,
+            commit_s=update.commit_s, landing_bytes=self.landing_bytes,
+        )  # fmt: skip
+        self._on_update(end)
 
     # waiting
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -32,6 +34,7 @@ from .messages import (
     Status,
     VoteReply,
 )
+from .observing import Observer, Observers, UpdateEnd
 from .rank import CommitHook, Rank
 
 _CLOSE_S = 5.0
@@ -61,6 +64,7 @@ class Receiver:
             prefix caches here. A plain function runs on the loader's thread; what it returns is awaited if it can be.
         heartbeat_s, patience_s: ranks of a target look after each other so often, and give each other up after so long
             without a sign of life, in seconds.
+        observers: are told what happens on this rank, such as `PrometheusMetrics`. They cannot touch a push.
         half_factory: makes receiving halves of transports; None takes syncline's own.
 
     Raises:
@@ -86,6 +90,7 @@ class Receiver:
         heartbeat_s: float = 2.0,
         patience_s: float = 10.0,
         half_factory: HalfFactory | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         problems = _place_problems(rank, world_size, leader)
         problems += _knob_problems(
@@ -117,6 +122,7 @@ class Receiver:
         self._leader: Leader | None = None
         self._member: Member | None = None
         self._joining: asyncio.Task[None] | None = None
+        self._observers = Observers(observers=tuple(observers))
         self._closed = False
 
     async def start(self) -> None:
@@ -138,6 +144,7 @@ class Receiver:
             make_half=self._make_half,
             on_commit=self._on_commit,
             scope=self._scope,
+            on_update=self._tell_update if self._observers else None,
         )
         try:
             await self._rank.start()
@@ -146,6 +153,10 @@ class Receiver:
         except BaseException:
             await self.close()
             raise
+        self._observers.tell("receiver_started", lambda: self)
+
+    def _tell_update(self, update: UpdateEnd) -> None:
+        self._observers.tell("update_ended", lambda: replace(update, address=self.address))
 
     def _start_place(self, rank: Rank, scope: TaskScope) -> None:
         if self._leader_address is None:
@@ -217,6 +228,8 @@ class Receiver:
             await self._rank.close()
         if self._scope is not None:
             await self._scope.join(_CLOSE_S)
+        if self._observers:
+            await asyncio.to_thread(self._observers.close)
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -7,14 +7,19 @@ from typing import cast
 
 from syncline.scheduler.routing import Routing
 
+from .config import TransferConfig
 from .errors import error_from_wire
 from .messages import State
 from .report import PushReport, StageReport, TargetReport
-from .steps import Done, Outcome, TargetOutcome
-from .trace import STAGES, Span, Trace
+from .steps import Outcome, TargetOutcome
+from .trace import STAGES, RankTrace, TargetTrace, Trace
+from .trace_clock import Offset
+from .trace_log import RankLog, TargetLog
+
+_NOTHING = RankLog(began=0.0, piped=0.0, done=0.0)
 
 
-def build_report(outcome: Outcome, addresses: Sequence[str], *, routing: Routing, trace: bool) -> PushReport:
+def build_report(outcome: Outcome, addresses: Sequence[str], *, routing: Routing, config: TransferConfig) -> PushReport:
     """The report of a push; the same on every rank."""
     targets = {address: _target(target) for address, target in zip(addresses, outcome.targets, strict=True)}
     ranks = outcome.ranks
@@ -37,7 +42,7 @@ def build_report(outcome: Outcome, addresses: Sequence[str], *, routing: Routing
             )
             for stage in STAGES
         },
-        trace=Trace(version=outcome.version, ranks=_aligned(ranks)) if trace else None,
+        trace=_trace(outcome, addresses, config) if config.trace and ranks else None,
     )
 
 
@@ -54,13 +59,25 @@ def _target(outcome: TargetOutcome) -> TargetReport:
     )
 
 
-def _aligned(ranks: Sequence[Done]) -> list[list[Span]]:
-    """The ranks' spans on one time axis that begins with the first rank's start, by wall clock."""
-    began = min((done.started_at for done in ranks), default=0.0)
-    return [
-        [
-            Span(span.stage, span.task, span.start + done.started_at - began, span.end + done.started_at - began)
-            for span in done.spans
-        ]
-        for done in ranks
-    ]
+def _trace(outcome: Outcome, addresses: Sequence[str], config: TransferConfig) -> Trace:
+    """All ranks and targets on one time axis that begins with the first rank's call."""
+    offsets = dict(enumerate(outcome.offsets))
+    logs = [(done.log or _NOTHING, offsets.get(rank, Offset())) for rank, done in enumerate(outcome.ranks)]
+    origin = min(log.began + offset.seconds for log, offset in logs)
+    return Trace(
+        version=outcome.version,
+        details=[RankTrace.of(log, offset.seconds - origin, offset.error_s) for log, offset in logs],
+        targets=[
+            TargetTrace.of(address, target.log or TargetLog(), -origin, target.error)
+            for address, target in zip(addresses, outcome.targets, strict=True)
+        ],
+        voting=(outcome.voting[0] - origin, outcome.voting[1] - origin),
+        knobs=_knobs(config),
+        origin=origin,
+    )
+
+
+def _knobs(config: TransferConfig) -> dict[str, int | str]:
+    names = ("h2d_concurrency", "prepare_concurrency", "send_concurrency", "workers", "landing", "transport", "route")
+    sizes = {"max_tmp_bytes": config.watermark, "bucket_bytes": config.bucket}
+    return {**sizes, **{name: getattr(config, name) for name in names}}

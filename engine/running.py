@@ -15,7 +15,8 @@ from syncline.scheduler.events import Cancelled, TargetLost
 
 from .errors import PushTimeout, SynclineError
 from .steps import Done, HeadNote, Outcome, Start
-from .trace import STAGES, Span
+from .trace import STAGES
+from .trace_log import RankLog
 from .wiring import Wiring
 
 _LOOKS_PER_TIMEOUT = 8
@@ -31,6 +32,7 @@ class PushRun:
         wiring: the plan's stages and links on this rank.
         report_loss: called on the loop with a target that this rank cannot reach any more.
         tell_head: called from time to time with what this rank has still to send; rank 0 gives it to `heard_head`.
+        log: makes what the trace needs of the pipeline's outcome; None when tracing is off.
 
     Attributes:
         lost: target -> reason, as rank 0 decided.
@@ -45,6 +47,7 @@ class PushRun:
         wiring: Wiring,
         report_loss: Callable[[int, SynclineError], None],
         tell_head: Callable[[HeadNote], None],
+        log: Callable[[PushOutcome | None], RankLog] | None = None,
     ) -> None:
         self.version = version
         self.lost: dict[int, str] = {}
@@ -56,7 +59,7 @@ class PushRun:
         self._heads: dict[int, tuple[float, HeadNote]] = {}
         self._reported: set[int] = set()
         self._began = time.perf_counter()
-        self._wall = time.time()
+        self._log = log
         self._free_s = 0.0
         self._finish: Callable[[bytes], Awaitable[bytes]] | None = None
         self._decision = b""
@@ -192,17 +195,11 @@ class PushRun:
             source_free_s=self._free_s,
             busy_s=dict(outcome.busy_s) if outcome else {},  # type: ignore[arg-type]  # names of stages are strings
             tasks=dict(_count(outcome)),
-            spans=self._spans(outcome),
-            started_at=self._wall,
+            log=self._log(outcome) if self._log is not None else None,
         )
         return msgspec.msgpack.encode(done)
-
-    def _spans(self, outcome: PushOutcome | None) -> list[Span]:
-        if outcome is None or not self._wiring.config.trace:
-            return []
-        return [Span(s.stage, s.index, s.start - self._began, s.end - self._began) for s in outcome.spans]
 
 
 def _count(outcome: PushOutcome | None) -> Mapping[str, int]:
     counts = Counter(span.stage for span in outcome.spans) if outcome else Counter()
-    return {stage: counts[stage] for stage in STAGES}  # type: ignore[index]
+    return {stage: counts[stage] for stage in STAGES}

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,13 +21,14 @@ import msgspec
 
 from syncline.scheduler.errors import AllTargetsLost, DeadlineExceeded, PushCancelled, StageFailure
 from syncline.scheduler.layout import Manifest
+from syncline.scheduler.outcome import PushOutcome, Spans
 from syncline.scheduler.plan import Plan, PlanOptions, build_plan
 from syncline.stages.communicator import Rendezvous
 
 from .config import TransferConfig
 from .coordination import LOST, Coordination, attempt_of
 from .coordinator import Coordinator
-from .devices import device_problems
+from .devices import device_problems, on_device
 from .errors import (
     ClosedError,
     ControlError,
@@ -40,13 +41,18 @@ from .errors import (
     error_from_wire,
 )
 from .meeting import meet
+from .observing import PushEnd
+from .ranges import Ranges
 from .report import PushReport
 from .reporting import build_report
 from .running import PushRun
 from .source import Source
 from .steps import Enter, HeadNote, Linked, LossNote, Manifests, Offers, Opening, Start
 from .targets import Target, TargetHandle
-from .wiring import Wiring, transport_kinds
+from .trace_clock import Trip
+from .trace_log import MarkColumns, RankLog, SpanColumns, Step, TaskColumns
+from .transports import transport_kinds
+from .wiring import Wiring
 
 T = TypeVar("T")
 
@@ -60,14 +66,17 @@ _CAUSE_S = 1.0
 class Session:
     """What a `TransferEngine` is connected by. Belongs to one event loop; one push at a time."""
 
-    def __init__(self, source: Source, targets: Sequence[Target], config: TransferConfig) -> None:
+    def __init__(self, source: Source, targets: Sequence[Target], config: TransferConfig, ranges: Ranges | None = None) -> None:
         self.source = source
         self.targets = targets
         self.config = config
+        self._ranges = ranges
         self._coordination: Coordination | None = None
         self._coordinator: Coordinator | None = None
         self._wiring: Wiring | None = None
         self._attempt = 0
+        self._called = 0.0
+        self._steps: list[Step] = []
         self._until = 0.0
         self._run: PushRun | None = None
         self._rendezvous: Rendezvous | None = None
@@ -97,6 +106,7 @@ class Session:
         if self._dead is not None:
             raise self._dead
         self._attempt += 1
+        self._called, self._steps = time.perf_counter(), []
         if self._coordinator is not None:
             self._coordinator.flush_cache = flush_cache
         self._cause = None
@@ -119,6 +129,31 @@ class Session:
             self._rendezvous.close()
             self._rendezvous = None
 
+    # ------------------------------------------------------------------------------------------- what observers are told
+
+    @property
+    def tmp_bytes(self) -> int:
+        """Temporary bytes of tasks in flight on this rank."""
+        return self._wiring.driver.tmp_bytes if self._wiring else 0
+
+    @property
+    def in_flight(self) -> Mapping[str, int]:
+        """Tasks in each stage on this rank."""
+        return self._wiring.driver.in_flight if self._wiring else {}
+
+    def push_end(
+        self, version: int, began_ns: int, began: float, report: PushReport | None, error: BaseException | None
+    ) -> PushEnd:
+        """What observers are told of the push that has just ended."""
+        wiring = self._wiring
+        outcome = wiring.driver.snapshot() if wiring else None
+        mine = outcome if outcome is not None and outcome.push_id == self._attempt else None
+        return PushEnd(
+            version=version, rank=self.source.rank, began_ns=began_ns, seconds=time.perf_counter() - began, report=report,
+            error=error, began=began, outcome=mine, columns=wiring.task_columns if wiring else TaskColumns(),
+            sent_bytes=wiring.sent_bytes if wiring and mine is not None else 0,
+        )  # fmt: skip
+
     # ------------------------------------------------------------------------------------------------------- the steps
 
     async def _push(self, version: int, on_source_free: Callable[[], None]) -> PushReport:
@@ -127,15 +162,32 @@ class Session:
             self._attempt += 1
             start = await self._start(version, retry=False)
         self._run = PushRun(
-            self._attempt, version, start, wiring=self._wired(), report_loss=self._report_loss, tell_head=self._tell_head
-        )
+            self._attempt, version, start, wiring=self._wired(), report_loss=self._report_loss, tell_head=self._tell_head,
+            log=self._log if self.config.trace else None,
+        )  # fmt: skip
         try:
             async with self._watching(start):
                 outcome = await self._run.run(self._remaining(), on_source_free, lambda done: self._finish(version, done))
         finally:
             self._run = None
         addresses = [target.address for target in self.targets]
-        return build_report(outcome, addresses, routing=self._wired().plan.routing, trace=self.config.trace)
+        return build_report(outcome, addresses, routing=self._wired().plan.routing, config=self.config)
+
+    def _log(self, outcome: PushOutcome | None) -> RankLog:
+        """This rank's side of the push so far, on its own clock."""
+        wiring, now = self._wired(), time.perf_counter()
+        spans = outcome.spans if outcome is not None else None
+        return RankLog(
+            began=self._called,
+            piped=outcome.started if outcome is not None else now,
+            done=now,
+            spans=SpanColumns.of(spans) if isinstance(spans, Spans) else SpanColumns(),
+            tasks=wiring.task_columns,
+            groups=list(wiring.program.groups),
+            local_ends=MarkColumns.of(wiring.local_ends),
+            steps=self._steps,
+            trips=[*self._coordination_or_raise().clock.trips(), Trip(self._step("done"), now)],
+        )
 
     async def _start(self, version: int, *, retry: bool) -> Start:
         """Everything up to the targets' ``ready``. ``retry``: plan anew if a target's memory is not what it was planned for."""
@@ -207,7 +259,7 @@ class Session:
         old, self._wiring = self._wiring, None
         if old is not None:
             await old.close()
-        self._wiring = await Wiring.make(self.source, plan, sources, targets, self.config)
+        self._wiring = await Wiring.make(self.source, plan, sources, targets, self.config, ranges=self._ranges)
         if coordinator is not None:
             coordinator.group_broken = True
 
@@ -270,7 +322,10 @@ class Session:
         async def decide(parts: Sequence[bytes]) -> bytes:
             assert self._coordinator is not None
             assert self._run is not None
-            return await self._coordinator.decide_outcome(parts, version, self._wired().plan, self._run.lost, self._remaining)
+            return await self._coordinator.decide_outcome(
+                parts, version, self._wired().plan, self._run.lost, self._remaining,
+                clock=self._coordination_or_raise().clock if self.config.trace else None,
+            )  # fmt: skip
 
         return await self._exchange("done", done, decide)
 
@@ -384,7 +439,10 @@ class Session:
     async def _exchange(self, name: str, payload: bytes, decide: Callable[[Sequence[bytes]], object]) -> bytes:
         coordination = self._coordination_or_raise()
         margin = 0.0 if coordination.rank == 0 else _STEP_MARGIN_S
-        return await coordination.exchange(self._step(name), payload, decide, self._remaining() + margin)  # type: ignore[arg-type]
+        began = time.perf_counter()
+        decision = await coordination.exchange(self._step(name), payload, decide, self._remaining() + margin)  # type: ignore[arg-type]
+        self._steps.append(Step(name, began, time.perf_counter()))
+        return decision
 
     def _coordination_or_raise(self) -> Coordination:
         if self._coordination is None:
@@ -421,6 +479,9 @@ def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest],
         route=config.route,
         landing=config.landing,
         shared_landing=config.landing != "streamed" and all(kind == "shm" for kind in kinds.values()),
+        wire_format=config.wire_format,
+        modules_to_not_convert=tuple(config.modules_to_not_convert),
+        stage_host=on_device(targets),
     )
     try:
         plan = build_plan(sources, targets, options)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from .messages import Landing
-from .trace import Span
+from .trace_clock import Offset
+from .trace_log import RankLog, TargetLog
 
 CONTENT = "*"
 """Key in `Done.digests` of the digest over all buckets that a rank owns, each counted once whoever gets it."""
@@ -82,9 +83,8 @@ class Done(msgspec.Struct, kw_only=True):
     source_free_s: float
     busy_s: dict[str, float]
     tasks: dict[str, int]
-    spans: list[Span]
-    started_at: float
-    """Wall clock (seconds since the epoch) at which the spans' time begins."""
+    log: RankLog | None = None
+    """What the trace is made of; None when tracing is off."""
 
 
 class TargetOutcome(msgspec.Struct, kw_only=True):
@@ -99,6 +99,7 @@ class TargetOutcome(msgspec.Struct, kw_only=True):
     landing_bytes: int = 0
     commit_s: float = 0.0
     pause_s: float = 0.0
+    log: TargetLog | None = None
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -110,6 +111,10 @@ class Outcome(msgspec.Struct, kw_only=True):
     tasks: int
     targets: list[TargetOutcome]
     ranks: list[Done]
+    offsets: list[Offset] = []
+    """How the times of each rank's `Done.log` are read on rank 0's clock."""
+    voting: tuple[float, float] = (0.0, 0.0)
+    """When rank 0 had heard from all ranks, and when all targets had voted, on its clock."""
 
 
 class HeadNote(msgspec.Struct, kw_only=True):

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from .config import TransferConfig
+from .device_wiring import after_caller
 from .errors import BusyError, ClosedError, ConfigError
+from .observing import Observer, Observers, PushStart
+from .ranges import Ranges
 from .report import PushReport
 from .session import Session
 from .source import Source
@@ -51,12 +56,24 @@ class TransferEngine:
         source: the weights of this rank.
         targets: the same targets in the same order on every rank. Only rank 0 talks to them.
         config: every knob; the same on every rank.
+        observers: are told what happens on this rank, such as `PrometheusMetrics`. They cannot touch a push.
+        ranges: opens a range in a profiler for each piece of work, such as `ProfilerRanges`.
     """
 
-    def __init__(self, *, source: Source, targets: Sequence[Target], config: TransferConfig | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        source: Source,
+        targets: Sequence[Target],
+        config: TransferConfig | None = None,
+        observers: Sequence[Observer] = (),
+        ranges: Ranges | None = None,
+    ) -> None:
         self.source = source
         self.targets = tuple(targets)
         self.config = config or TransferConfig()
+        self._observers = Observers(observers=tuple(observers))
+        self._ranges = ranges
         self._check_targets()
         self._session: Session | None = None
         self._home: asyncio.AbstractEventLoop | None = None
@@ -92,7 +109,7 @@ class TransferEngine:
         if self._session is not None or self._connecting:
             raise BusyError("this engine is connected already" if self._session else "connect() is running already")
         self._connecting = True
-        session = Session(self.source, self.targets, self.config)
+        session = Session(self.source, self.targets, self.config, self._ranges)
         try:
             await session.connect()
         except BaseException:
@@ -143,16 +160,34 @@ class TransferEngine:
         self._running = asyncio.create_task(work, name=f"syncline-push-{version}")
         return PushHandle(version=version, source_free=free, result=self._running)
 
-    @staticmethod
-    async def _push(session: Session, version: int, free: asyncio.Future[None], *, flush_cache: bool) -> PushReport:
+    async def _push(self, session: Session, version: int, free: asyncio.Future[None], *, flush_cache: bool) -> PushReport:
         def source_free() -> None:
             if not free.done():
                 free.set_result(None)
 
+        work = session.push(version, source_free, flush_cache=flush_cache)
         try:
-            return await session.push(version, source_free, flush_cache=flush_cache)
+            return await (self._observed(session, version, work) if self._observers else work)
         finally:
             source_free()
+
+    async def _observed(self, session: Session, version: int, work: Awaitable[PushReport]) -> PushReport:
+        targets = [target.address for target in self.targets]
+        start = PushStart(version=version, rank=self.source.rank, targets=targets, live=session)
+        self._observers.tell("push_started", lambda: start)
+        began_ns, began = time.time_ns(), time.perf_counter()
+        report: PushReport | None = None
+        failure: BaseException | None = None
+        try:
+            report = await work
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            end = partial(session.push_end, version, began_ns, began, report, failure)
+            self._observers.tell("push_ended", end)
+            del failure, end  # an error must not be kept by the frame that its traceback holds
+        return report
 
     async def close(self) -> None:
         """Cancel a running push, wait a bounded time for abandoned work, close every link. Idempotent."""
@@ -166,6 +201,8 @@ class TransferEngine:
             await asyncio.gather(self._running, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+        if self._observers:
+            await asyncio.to_thread(self._observers.close)
 
     def connect_blocking(self) -> None:
         """`connect`, from synchronous code."""
@@ -192,7 +229,7 @@ class TransferEngine:
         except BaseException:
             work.close()
             raise
-        return self._thread.run(work)
+        return self._thread.run(after_caller(work))
 
     def _claim_loop(self) -> None:
         if self._closed:

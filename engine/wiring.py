@@ -14,27 +14,34 @@ import torch
 from syncline.scheduler.driver import Driver, Limits, TaskSpec
 from syncline.scheduler.events import StageName
 from syncline.scheduler.layout import Manifest
+from syncline.scheduler.outcome import Moments
 from syncline.scheduler.plan import Plan
 from syncline.scheduler.programs import ReceiverId, SourceProgram, SourceTask
 from syncline.stages.barrier import GroupBarrier
-from syncline.stages.buffers import BufferPool
+from syncline.stages.buffers import BufferPool, aligned
 from syncline.stages.communicator import Communicator, Rendezvous
 from syncline.stages.completions import Signal, TaskScope
+from syncline.stages.device import CudaDevice
+from syncline.stages.device_h2d import DeviceH2DStage
 from syncline.stages.h2d import H2DStage
+from syncline.stages.nccl_communicator import NcclCommunicator
 from syncline.stages.prepare import PrepareStage
 from syncline.stages.recipes import Recipe, build_recipes
 from syncline.stages.send import SendStage
 from syncline.stages.task_memory import TaskMemory, private_capacity
-from syncline.stages.transports import shared_memory
-from syncline.stages.transports.base import Sender
-from syncline.stages.transports.gloo import GlooSender
-from syncline.stages.transports.shm import ShmSender
+from syncline.stages.transports.cuda_ipc import Lent
+from syncline.stages.transports.nccl import GATHER, plan_order
 from syncline.stages.workers import Workers
 
 from .config import TransferConfig
-from .errors import PlanError, SynclineError, TransportError, wire_text
+from .device_wiring import DeviceRig, Held, home_of
+from .devices import on_device
+from .errors import SynclineError, TransportError, wire_text
+from .ranges import Ranges, opener
 from .source import Source
 from .steps import CONTENT
+from .trace_log import TaskColumns, TaskRow
+from .transports import LENDING, Senders, in_place, transport_kinds
 
 _SETTLE_S = 5.0
 """How long abandoned work may take to end before the next push gives up on it."""
@@ -50,6 +57,9 @@ class Resolved:
         receivers: the ranks of each target.
         recipes: the program's copies and messages as addresses.
         pool: private temporary memory, touched.
+        columns: the program's tasks for the trace and for observers.
+        device: where buckets are assembled; None for CPU memory.
+        rig: what is needed to assemble them there; then there are no ``recipes``.
     """
 
     program: SourceProgram
@@ -57,16 +67,20 @@ class Resolved:
     receivers: Sequence[Sequence[ReceiverId]]
     recipes: Mapping[int, Recipe]
     pool: BufferPool
+    columns: TaskColumns
+    device: torch.device | None = None
+    rig: DeviceRig | None = None
 
 
 class Wiring:
     """Everything that one rank needs to run pushes of one plan. Made by `make`, on the engine's loop."""
 
-    def __init__(self, plan: Plan, config: TransferConfig, resolved: Resolved) -> None:
+    def __init__(self, plan: Plan, config: TransferConfig, resolved: Resolved, ranges: Ranges | None = None) -> None:
         self.plan = plan
         self.config = config
         self.push_id = ""
         self.kinds = resolved.kinds
+        self.task_columns = resolved.columns
         self.program = resolved.program
         self.receivers = resolved.receivers
         self._rank, self._world_size = resolved.program.rank, resolved.program.world_size
@@ -76,19 +90,23 @@ class Wiring:
         self._workers = Workers(config.workers)
         self._rendezvous: Rendezvous | None = None
         self._communicator: Communicator | None = None
+        self._device = resolved.device
+        self._nccl: NcclCommunicator | None = None
         self._on_lost: Callable[[int, SynclineError], None] = lambda _target, _error: None
         self._dropped: set[int] = set()
         self._aborting: Signal[None] | None = None
-        self._senders = self._make_senders()
+        self._rig = rig = resolved.rig
+        lent: Lent = _lent(resolved.recipes, self.kinds) if rig is None else rig.lent
+        made = Senders(
+            set(self.kinds.values()), program=self.program, config=config, workers=self._workers, on_lost=self._receiver_lost,
+            device=resolved.device, lent=lent, gather=resolved.device is not None and self._world_size > 1,
+            ring_nbytes=None if rig is None else rig.shares.ring,
+        )  # fmt: skip
+        self._senders, self._issuer = made.by_kind, made.issuer
         self._routes = routes = {r: self._senders[self.kinds[t]] for t, ranks in enumerate(self.receivers) for r in ranks}
         self._memory = TaskMemory(resolved.pool, routes)
-        self._h2d = H2DStage(recipes=resolved.recipes, memory=self._memory, workers=self._workers, scope=self._scope)
-        lent = _lent(resolved.recipes, routes)
         self._lends = frozenset(lent)
-        self._prepare = PrepareStage(
-            recipes=resolved.recipes, memory=self._memory, workers=self._workers, scope=self._scope, communicator=None,
-            verify=config.verify, lends=lent,
-        )  # fmt: skip
+        self._h2d, self._prepare = self._make_stages(resolved, frozenset(lent))
         self._send = SendStage(
             tasks=self._tasks, memory=self._memory, routes=routes, on_receiver_error=self._receiver_lost, lent=lent
         )
@@ -105,42 +123,51 @@ class Wiring:
             release=self._memory.release,
             drop_target=lambda target, _at_task: self.drop_targets([target]),
             poll_interval_s=config.poll_interval_s,
+            open_range=None if ranges is None else opener(ranges),
         )
 
     @classmethod
     async def make(
         cls, source: Source, plan: Plan, sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]],
-        config: TransferConfig,
+        config: TransferConfig, *, ranges: Ranges | None = None,
     ) -> Wiring:  # fmt: skip
         """Resolve the plan against the source's memory and set temporary memory aside (off the loop: it is touched here)."""
         buffers = list(source.buffers())
         kinds = transport_kinds(sources, targets, config)
         receivers = [[ReceiverId(t, rank) for rank in range(len(ranks))] for t, ranks in enumerate(targets)]
-        in_place = [receiver for target, ranks in enumerate(receivers) if kinds[target] == "shm" for receiver in ranks]
+        placed = [receiver for target in in_place(kinds) for receiver in receivers[target]]
+        held, there = Held(sources[source.rank], buffers), on_device(targets)
+        home = home_of(buffers) if there else torch.device("cpu")  # here: the current device is one of a thread
 
         def resolve() -> Resolved:
             program = plan.source_program(source.rank)
+            if there:
+                device = CudaDevice(home)
+                rig = DeviceRig.resolve(program, device, held=held, kinds=kinds, config=config)
+                return Resolved(
+                    program=program, kinds=kinds, receivers=receivers, recipes={}, rig=rig, device=device.device,
+                    pool=BufferPool(device.empty(aligned(rig.shares.private))),
+                    columns=TaskColumns.of([_row(task) for task in program.tasks]),
+                )  # fmt: skip
             recipes = build_recipes(program, buffers, _file_buffers(sources[source.rank]))
             needs = [(recipe.task, recipe.layout) for recipe in recipes.values()]
-            pool = BufferPool.private(private_capacity(needs, config.watermark, in_place=in_place))
-            return Resolved(program=program, kinds=kinds, receivers=receivers, recipes=recipes, pool=pool)
-
-        return cls(plan, config, await asyncio.to_thread(resolve))
-
-    def _make_senders(self) -> dict[str, Sender]:
-        kinds = set(self.kinds.values())
-        senders: dict[str, Sender] = {}
-        if "shm" in kinds:
-            senders["shm"] = ShmSender(
-                program=self.program, landing=self.config.landing, ring_nbytes=self.config.watermark, workers=self._workers,
-                on_lost=self._receiver_lost,
+            pool = BufferPool.private(private_capacity(needs, config.watermark, in_place=placed))
+            columns = TaskColumns.of([_row(task) for task in program.tasks])
+            return Resolved(
+                program=program, kinds=kinds, receivers=receivers, recipes=recipes, pool=pool, columns=columns
             )  # fmt: skip
-        if "gloo" in kinds:
-            senders["gloo"] = GlooSender(
-                landing=self.config.landing, bind_host=self.config.bind_host, on_lost=self._receiver_lost,
-                rendezvous_timeout_s=self.config.connect_timeout_s,
-            )  # fmt: skip
-        return senders
+
+        return cls(plan, config, await asyncio.to_thread(resolve), ranges)
+
+    def _make_stages(self, resolved: Resolved, lent: Collection[int]) -> tuple[H2DStage | DeviceH2DStage, PrepareStage]:
+        if resolved.rig is not None:
+            return resolved.rig.stages(self._memory, self._workers, self._scope, self.config)
+        h2d = H2DStage(recipes=resolved.recipes, memory=self._memory, workers=self._workers, scope=self._scope)
+        prepare = PrepareStage(
+            recipes=resolved.recipes, memory=self._memory, workers=self._workers, scope=self._scope, communicator=None,
+            verify=self.config.verify, lends=lent, trace=self.config.trace,
+        )  # fmt: skip
+        return h2d, prepare
 
     # ------------------------------------------------------------------------------------------------------- linking
 
@@ -158,6 +185,21 @@ class Wiring:
                 timeout_s=timeout_s,
             )  # fmt: skip
         self._prepare.communicator = self._barrier.communicator = self._communicator
+        if self._issuer is not None and self._world_size > 1:
+            await self._regroup_on_device(name, timeout_s)
+
+    async def _regroup_on_device(self, name: str, timeout_s: float) -> None:
+        """The same for what the ranks gather on GPUs; the barrier stays on gloo, off the data network."""
+        old, self._nccl = self._nccl, None
+        if old is not None:
+            await old.close()
+        if self._rendezvous is None or self._issuer is None or self._device is None:
+            return
+        self._nccl = await NcclCommunicator.create(
+            self._rendezvous, issuer=self._issuer, name=f"{name}-nccl", label=GATHER, rank=self._rank,
+            size=self._world_size, timeout_s=timeout_s, device=self._device,
+        )  # fmt: skip
+        self._prepare.communicator = self._nccl
 
     async def offer(self, link: Iterable[int]) -> dict[str, bytes]:
         """Descriptors for targets that are to link up: target (as text) -> descriptor of its transport."""
@@ -191,11 +233,18 @@ class Wiring:
         """A push to the targets ``live`` begins."""
         self._on_lost = on_lost
         receivers = [receiver for target in live for receiver in self.receivers[target]]
+        if self._rig is not None:
+            await self._rig.source_written()
         self._h2d.begin(attempt)
         self._prepare.begin(attempt)
         self._send.begin(attempt, receivers)
         if self._communicator is not None:
             self._communicator.set_deadline(timeout_s)
+        if self._nccl is not None:
+            self._nccl.set_deadline(timeout_s)
+        if self._issuer is not None:
+            ranks = {t: range(len(ranks)) for t, ranks in enumerate(self.receivers) if self.kinds[t] == "nccl"}
+            self._issuer.expect(plan_order(self.program, ranks, receivers, gather=self._nccl is not None))
         for sender in self._senders.values():
             for receiver, error in (await sender.begin(self.push_id, timeout_s=timeout_s)).items():
                 self._receiver_lost(receiver, error)
@@ -216,10 +265,9 @@ class Wiring:
 
     def _spec(self, task: SourceTask, live: frozenset[int]) -> TaskSpec:
         targets = frozenset(receiver.target for receiver in task.receivers) & live
-        stages: list[StageName] = ["h2d"] if task.file_bytes else []
-        stages += ["prepare", *(["send"] if targets else [])]  # type: ignore[list-item]
+        stages = _stages(task, sent=bool(targets))
         return TaskSpec(
-            index=task.index, group=task.group, tmp_bytes=task.tmp_bytes, stages=tuple(stages), targets=targets,
+            index=task.index, group=task.group, tmp_bytes=task.tmp_bytes, stages=stages, targets=targets,
             lends=bool(targets) and task.index in self._lends,
         )  # fmt: skip
 
@@ -252,6 +300,11 @@ class Wiring:
         return {**parts, CONTENT: f"{self._prepare.content_digest():032x}"}
 
     @property
+    def local_ends(self) -> Moments:
+        """When this rank's own part of each ``prepare`` was done (see `PrepareStage`)."""
+        return self._prepare.local_ends
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent in this push, over all receivers."""
         return self._send.sent_bytes
@@ -270,6 +323,8 @@ class Wiring:
         """A push failed: cut what is under way, so that abandoned work ends soon."""
         if self._communicator is not None:
             self._aborting = self._communicator.abort()
+        if self._nccl is not None:
+            _ = self._nccl.abort()
         self.drop_targets(range(len(self.receivers)))
 
     async def settle(self) -> int:
@@ -282,46 +337,33 @@ class Wiring:
         await self.driver.close(_SETTLE_S)
         for sender in self._senders.values():
             await sender.close()
-        if self._communicator is not None:
-            await self._communicator.close()
+        for communicator in (self._communicator, self._nccl):
+            if communicator is not None:
+                await communicator.close()
         self._rendezvous = None
         await self._scope.join(_SETTLE_S)
         self._memory.pool.close()
+        if self._rig is not None:
+            await self._rig.close()
         with contextlib.suppress(RuntimeError):
             await asyncio.to_thread(self._workers.close)
 
 
-def transport_kinds(
-    sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]], config: TransferConfig
-) -> dict[int, str]:
-    """Which transport serves each target. ``auto``: shared memory where all of its ranks and all sources share a host.
-
-    Raises `PlanError` where the chosen transport cannot serve a target.
-    """
-    hosts = {manifest.host for manifest in sources}
-    kinds: dict[int, str] = {}
-    problems: list[str] = []
-    for index, ranks in enumerate(targets):
-        together = len(hosts | {manifest.host for manifest in ranks}) == 1 and shared_memory.is_available()
-        kinds[index] = ("shm" if together else "gloo") if config.transport == "auto" else config.transport
-        if kinds[index] == "shm" and not together:
-            problems.append(
-                f"target {index}: transport 'shm' needs source and target on one Linux host; choose 'auto' or 'gloo'"
-            )
-        elif kinds[index] == "gloo" and config.landing == "mapped":
-            remedy = "choose 'staged' or 'streamed'"
-            problems.append(f"target {index}: landing 'mapped' needs source and target on one host; {remedy}")
-    if problems:
-        raise PlanError(problems)
-    return kinds
+def _stages(task: SourceTask, *, sent: bool) -> tuple[StageName, ...]:
+    found: list[tuple[StageName, bool]] = [("h2d", task.file_bytes > 0), ("prepare", True), ("send", sent)]
+    return tuple(stage for stage, runs in found if runs)
 
 
-def _lent(recipes: Mapping[int, Recipe], routes: Mapping[ReceiverId, Sender]) -> dict[int, dict[int, torch.Tensor]]:
+def _row(task: SourceTask) -> TaskRow:
+    return TaskRow(task.index, task.group, task.tmp_bytes, task.nbytes, _stages(task, sent=bool(task.receivers)))
+
+
+def _lent(recipes: Mapping[int, Recipe], kinds: Mapping[int, str]) -> dict[int, dict[int, torch.Tensor]]:
     """Tasks that are sent, in part, straight from the trainer's memory: nobody needs their buckets in one place."""
     found = {}
     for index, recipe in recipes.items():
         lent = recipe.assembly.lent if recipe.assembly is not None else {}
-        if lent and not any(routes[receiver].in_place for receiver in recipe.task.receivers):
+        if lent and all(kinds[receiver.target] in LENDING for receiver in recipe.task.receivers):
             found[index] = lent
     return found
 

@@ -6,7 +6,6 @@ Whether source pieces together hold what targets need is proved in `syncline.sch
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from .dtypes import CASTABLE, ITEMSIZE
 from .layout import Layout, PieceTable
 from .naming import Canonical, families
 from .problems import Problems, listed
+from .quantizing import CODES_TYPE
 from .regions import Mask
 from .rows import DTYPES, Rows
 from .sides import Holder, Sides
@@ -133,8 +133,9 @@ def tied_place(layout: Layout, aliases: frozenset[tuple[str, str]]) -> Ints:
     return tied
 
 
-def check_dtypes(sides: Sides, names: Sequence[str], held: Rows, wanted: Rows, problems: Problems) -> Mask:
+def check_dtypes(sides: Sides, canonical: Canonical, held: Rows, wanted: Rows, problems: Problems) -> Mask:
     """Report tensors that no rule takes from the source's type to a target's. Returns the tensors that are sound."""
+    names = canonical.names
     low, high = np.full(len(names), len(DTYPES)), np.full(len(names), -1)
     np.minimum.at(low, held.tensor, held.dtype)
     np.maximum.at(high, held.tensor, held.dtype)
@@ -144,7 +145,10 @@ def check_dtypes(sides: Sides, names: Sequence[str], held: Rows, wanted: Rows, p
     tensor, dtype, layout = wanted.tensor, wanted.dtype, wanted.layout
     castable = np.array([d in CASTABLE for d in DTYPES])
     source = np.maximum(high, 0)[tensor]
+    quantized = np.zeros(len(names), bool)
+    quantized[list(canonical.formats)] = True
     fine = (source == dtype) | (castable[source] & castable[dtype]) | (high[tensor] < 0)
+    fine |= quantized[tensor] & (dtype == CODES_TYPE)
     odd = np.flatnonzero(~fine & ~mixed[tensor])
     reasons: dict[tuple[int, int, str], set[int]] = {}
     for t, a, b, where in zip(

@@ -14,9 +14,10 @@ import numpy as np
 
 from .columns import Ints
 from .options import PlanOptions
+from .quantizing import Quantized
 from .regions import Mask, Pairs
 
-Why = Literal["balance", "route", "mapped", "whole", "small"]
+Why = Literal["balance", "route", "mapped", "whole", "small", "groups"]
 WHY: tuple[Why, ...] = get_args(Why)
 """Why something is put together from pieces of several ranks, although targets could take it from each:
 
@@ -24,7 +25,8 @@ WHY: tuple[Why, ...] = get_args(Why)
 - ``route``: the option says so;
 - ``mapped``: parameters are pointed at it, so it must lie in one piece in one rank's memory;
 - ``whole``: the target transforms it, and takes nothing but whole boxes;
-- ``small``: its parts are smaller than a part is worth.
+- ``small``: its parts are smaller than a part is worth;
+- ``groups``: it is quantized, and a group of its elements is spread over shards.
 """
 
 SMALL = WHY.index("small")
@@ -40,7 +42,10 @@ class Cut(NamedTuple):
     why: Ints
 
 
-def cut_boxes(lo: Ints, hi: Ints, nbytes: Ints, *, uncut: Mask, met: Pairs, cell_set: Ints, options: PlanOptions) -> Cut:
+def cut_boxes(
+    lo: Ints, hi: Ints, nbytes: Ints, *, uncut: Mask, met: Pairs, cell_set: Ints, options: PlanOptions,
+    quantized: Quantized | None = None, codes: Mask | None = None,
+) -> Cut:  # fmt: skip
     """Decide which of the wanted boxes ``lo:hi`` are cut, and cut them.
 
     Args:
@@ -48,17 +53,23 @@ def cut_boxes(lo: Ints, hi: Ints, nbytes: Ints, *, uncut: Mask, met: Pairs, cell
         uncut: boxes that must not be cut.
         met: their intersections with the cells of the source.
         cell_set: for each cell the set of ranks that hold it.
+        quantized: of a weight that travels so; then ``codes`` tells which boxes are wanted as codes.
     """
     parts = merged(met, cell_set)
     count = np.bincount(parts.a, minlength=len(lo))
     why = np.full(len(lo), SMALL)
+    crossed = np.zeros(len(lo), bool)
+    if quantized is not None and codes is not None:
+        crossed[parts.a[quantized.cuts(parts.lo, parts.hi, hi[parts.a])]] = True
+        crossed &= codes
+    why[crossed] = WHY.index("groups")
     why[uncut] = WHY.index("whole")
     if options.landing == "mapped":
         why[:] = WHY.index("mapped")
     elif options.route == "gather":
         why[:] = WHY.index("route")
     why[count == 1] = WHY.index("balance")
-    may = ~uncut & (options.landing != "mapped") & (options.route != "gather")
+    may = ~(uncut | crossed) & (options.landing != "mapped") & (options.route != "gather")
     worth = nbytes >= count * options.leaf_bytes if options.route == "auto" else np.ones(len(lo), bool)
     cut = may & worth & (count > 1)
     whole, pieces = np.flatnonzero(~cut), np.flatnonzero(cut[parts.a])

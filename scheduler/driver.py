@@ -86,6 +86,8 @@ class Driver:
             from that task on.
         poll_interval_s: longest pause between two questions to a completion that has to be polled.
         clock: seconds, never going back. Times in outcomes and stories are of this clock.
+        open_range: called with each piece of work when it starts; what it returns is called when that has ended. Neither may
+            raise. For profilers.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Driver:
         drop_target: Callable[[int, int], None],
         poll_interval_s: float = 0.001,
         clock: Callable[[], float] = time.perf_counter,
+        open_range: Callable[[SpanName, int], Callable[[], None]] | None = None,
     ) -> None:
         self.clock = clock
+        self._open_range = open_range
         self._stages = dict(stages)
         self._barrier = barrier
         self._release = release
@@ -140,6 +144,11 @@ class Driver:
     def tmp_bytes(self) -> int:
         """Temporary bytes that are reserved now."""
         return self._machine.budget.in_use
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Tasks in each stage now."""
+        return {str(stage): count for stage, count in self._machine.in_flight.items()}
 
     def story(self, task: int) -> tuple[Transition, ...]:
         """What a task of the current or last push went through."""
@@ -383,18 +392,25 @@ class Driver:
         if run is None:
             self._report(push_id, stage, index, PushCancelled(f"{stage} was not started: the push has ended"))
             return
+        close = None if self._open_range is None else self._open_range(stage, index)
         began = self.clock()
         try:
             completion = start(index)
         except Exception as error:  # noqa: BLE001 - whatever a stage raises, the push fails with it
+            if close is not None:
+                close()
             self._report(push_id, stage, index, error)
             return
         run.log.took_off(stage, began)
         if completion is None:
             run.log.landed(stage, index, began, self.clock())
+            if close is not None:
+                close()
             self._report(push_id, stage, index, None)
             return
-        flight = Flight(push_id=push_id, stage=stage, index=index, completion=completion, started=began, log=run.log)
+        flight = Flight(
+            push_id=push_id, stage=stage, index=index, completion=completion, started=began, log=run.log, close=close
+        )
         self._flights.add(flight)
         if not completion.subscribe(partial(self._signalled, flight)):
             assert self._loop is not None
@@ -416,6 +432,8 @@ class Driver:
         flight.ended = True
         self._flights.discard(flight)
         flight.log.landed(flight.stage, flight.index, flight.started, self.clock())
+        if flight.close is not None:
+            flight.close()
         self._report(flight.push_id, flight.stage, flight.index, failure)
         return True
 

@@ -135,5 +135,6 @@ def check_watermark(shares: Shares, segments: Segments, names: Sequence[str], op
     for named, (need, rank) in worst.items():
         problems.add(
             f"{named}: the smallest part takes {need} temporary bytes on source rank {rank}, above the watermark max_tmp_bytes "
-            f"of {options.max_tmp_bytes}: raise max_tmp_bytes (nothing is split below leaf_bytes, {options.leaf_bytes})"
+            f"of {options.max_tmp_bytes}: raise max_tmp_bytes (nothing is split below leaf_bytes, {options.leaf_bytes}, nor "
+            "inside a quantization group)"
         )

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from .columns import Ints, ints
+from .columns import Ints, ints, pad_axes
+from .companions import SCALE_NBYTES, group_rows, scale_tables
 from .cutting import cut_boxes
 from .leaves import leaf_grid, split
 from .naming import Canonical
 from .options import PlanOptions
 from .patterns import PACK_ALIGN, Fragments, Holds, Interner, Items, Patterns, Units, Wants, first_of, groups, stacked
 from .problems import Problems, listed
+from .quantizing import CODES_TYPE, Quantized, misfit
 from .regions import Cells, Mask, Pairs, expand, join, partition, row_steps, subtract, volumes
 from .rows import SIZES, Held, Rows
 from .sides import Holder, Sides
@@ -37,18 +39,39 @@ def survey(
     pattern = Interner[tuple[bytes, ...]]()
     gaps: list[str | None] = []
     lacking: dict[str, list[str]] = {}
+    derived = frozenset(canonical.scales.values())
     for t in np.unique(wanted.tensor).tolist():
-        p = pattern((canonical.shape[t].tobytes(), held.key(t), wanted.key(t)))
+        if t in derived:
+            continue
+        quantized, facts = _quantized(canonical, wanted, t)
+        key = (canonical.shape[t].tobytes(), held.key(t), wanted.key(t), *facts)
+        p = pattern(key)
         if p == len(gaps):
-            gaps.append(surveyor.add(held.of(t), wanted.of(t), int(canonical.ndim[t])))
+            gap = surveyor.add(held.of(t), wanted.of(t), int(canonical.ndim[t]), quantized)
+            gaps.append(gap)
+            if quantized is not None:
+                pattern((*key, b"scales"))
+                gaps.append(gap)
         gap = gaps[p]
         if gap is None:
             pattern_of[t] = p
+            if quantized is not None:
+                pattern_of[canonical.scales[t]] = p + 1
         else:
             lacking.setdefault(gap, []).append(canonical.names[t])
     for gap, names in lacking.items():
         problems.add(f"{listed(names)}: {gap}")
     return surveyor.patterns(pattern_of)
+
+
+def _quantized(canonical: Canonical, wanted: Rows, t: int) -> tuple[Quantized | None, tuple[bytes, ...]]:
+    """How tensor ``t`` is quantized, and what of that tells patterns apart; nothing if it is not."""
+    how = canonical.formats.get(t)
+    if how is None:
+        return None, ()
+    scales = canonical.scales[t]
+    shape = pad_axes(canonical.shape, wanted.depth, 1)[t]
+    return Quantized.of(how, shape, wanted.of(scales)), (how.name.encode(), wanted.key(scales))
 
 
 class _Surveyor:
@@ -70,16 +93,23 @@ class _Surveyor:
         self._item_count = self._fragment_count = 0
         self._audience = Interner[tuple[int, ...]]()
         self._holder_set = Interner[tuple[int, ...]]()
+        self._format = Interner[str]()
+        self._format("")
 
-    def add(self, held: Held, wanted: Held, ndim: int) -> str | None:
-        """One more pattern. Returns in words what of it no source rank holds; then nothing of it is added."""
+    def add(self, held: Held, wanted: Held, ndim: int, quantized: Quantized | None) -> str | None:
+        """One more pattern, and another one of its scales if it is quantized.
+
+        Returns in words what of it no source rank holds, or why its scales don't fit; then nothing of it is added.
+        """
         cells = partition(held.lo, held.hi)
         met = join(wanted.lo, wanted.hi, cells.lo, cells.hi)
         gap = self._gap(wanted, cells, met, ndim)
+        if gap is None and quantized is not None:
+            gap = misfit(wanted, quantized, lambda layout: self._receiving[layout].where)
         if gap is None:
-            self._append(held, wanted, cells, met, ndim)
+            self._append(held, wanted, cells, met, ndim=ndim, quantized=quantized)
         else:
-            self._unit_first.append(self._unit_first[-1])
+            self._unit_first += [self._unit_first[-1]] * (1 if quantized is None else 2)
         return gap
 
     def patterns(self, pattern_of: Ints) -> Patterns:
@@ -94,6 +124,7 @@ class _Surveyor:
             wants=stacked(Wants, self._wants, depth),
             audiences=tuple(_ranks(self._receiving, key) for key in self._audience.keys),
             holder_sets=tuple(_ranks(self._sources, key) for key in self._holder_set.keys),
+            formats=tuple(self._format.keys),
         )
 
     def _gap(self, wanted: Held, cells: Cells, met: Pairs, ndim: int) -> str | None:
@@ -108,17 +139,30 @@ class _Surveyor:
         start, shape = tuple(hole[0][:ndim].tolist()), tuple((hole[1] - hole[0])[:ndim].tolist())
         return f"no source rank holds the box start {start} shape {shape}, which {where} expects"
 
-    def _append(self, held: Held, wanted: Held, cells: Cells, met: Pairs, ndim: int) -> None:
+    def _append(self, held: Held, wanted: Held, cells: Cells, met: Pairs, *, ndim: int, quantized: Quantized | None) -> None:
         """Tables of one pattern, numbered through all patterns."""
         cell_layouts = groups(cells.cell, held.layout[cells.box], len(cells.lo))
         cell_set = ints([self._holder_set(key) for key in cell_layouts])
         everywhere = np.array([sum(len(self._sources[i].ranks) for i in key) == self._world for key in cell_layouts])
-        items, wants = self._make_items(wanted, met, cell_set)
-        units = self._make_units(items, held, 0 if everywhere.all() else len(cells.lo), ndim)
+        items, wants = self._make_items(wanted, met, cell_set, quantized)
+        if quantized is not None:
+            codes = items.dtype == CODES_TYPE
+            items = items._replace(
+                format=np.where(codes, self._format(quantized.format.name), 0),
+                moved=np.where(codes, held.dtype[0], items.dtype),
+            )
+        units = self._make_units(items, held, 0 if everywhere.all() else len(cells.lo), ndim, quantized)
         fragments, cell = _make_fragments(items, units, cells, cell_set)
         holds = _make_holds(held, cells, fragments, cell=cell, units=units, wire=items.dtype[units.item[fragments.unit]])
         gathered = ~everywhere[cell] & ~items.held[units.item[fragments.unit]]
         units = units._replace(staging=_staging(fragments, holds, gathered, len(units.item)))
+        self._add(items, wants, units, fragments, holds)
+        if quantized is not None:
+            none = stacked(Fragments, [], self._depth), stacked(Holds, [], self._depth)
+            leaf_bytes = self._options.leaf_bytes
+            self._add(*scale_tables(items, wants, units, wanted=wanted, quantized=quantized, leaf_bytes=leaf_bytes), *none)
+
+    def _add(self, items: Items, wants: Wants, units: Units, fragments: Fragments, holds: Holds) -> None:
         self._items.append(items)
         self._wants.append(wants._replace(item=wants.item + self._item_count))
         self._units.append(units._replace(item=units.item + self._item_count))
@@ -128,10 +172,13 @@ class _Surveyor:
         self._fragment_count += len(fragments.nbytes)
         self._unit_first.append(self._unit_first[-1] + len(units.item))
 
-    def _make_items(self, wanted: Held, met: Pairs, cell_set: Ints) -> tuple[Items, Wants]:
+    def _make_items(self, wanted: Held, met: Pairs, cell_set: Ints, quantized: Quantized | None) -> tuple[Items, Wants]:
         """Distinct (box, wire type) of what target layouts want: whole, or cut at the source's shards."""
         nbytes = volumes(wanted.lo, wanted.hi) * _SIZES[wanted.dtype]
-        cut = cut_boxes(wanted.lo, wanted.hi, nbytes, uncut=wanted.mark, met=met, cell_set=cell_set, options=self._options)
+        cut = cut_boxes(
+            wanted.lo, wanted.hi, nbytes, uncut=wanted.mark, met=met, cell_set=cell_set, options=self._options,
+            quantized=quantized, codes=wanted.dtype == CODES_TYPE,
+        )  # fmt: skip
         row, size = cut.row, cut.hi - cut.lo
         keys = np.hstack([cut.lo, size, wanted.dtype[row][:, None], cut.held[:, None]])
         distinct, first, item = np.unique(keys, axis=0, return_index=True, return_inverse=True)
@@ -141,20 +188,23 @@ class _Surveyor:
         shape, dtype = distinct[:, self._depth : -2], distinct[:, -2]
         nbytes = np.prod(shape, axis=1, dtype=np.int64) * _SIZES[dtype]
         audience = ints([self._audience(key) for key in groups(wants.item, wants.layout, len(distinct))])
-        items = Items(distinct[:, : self._depth], shape, dtype, nbytes, audience, distinct[:, -1].astype(bool), cut.why[first])
-        return items, wants
+        start, local, why = distinct[:, : self._depth], distinct[:, -1].astype(bool), cut.why[first]
+        return Items(start, shape, dtype, nbytes, audience, local, why, np.zeros_like(dtype), dtype), wants
 
-    def _make_units(self, items: Items, held: Held, gathered: int, ndim: int) -> Units:
+    def _make_units(self, items: Items, held: Held, gathered: int, ndim: int, quantized: Quantized | None) -> Units:
         """Items, or their parts where an item is larger than a bucket may be."""
         numbers: list[tuple[int, ...]] = []
         boxes: list[tuple[int, ...]] = []
         pads = (0,) * (self._depth - ndim), (1,) * (self._depth - ndim)
-        rows = zip(items.shape.tolist(), items.dtype.tolist(), items.audience.tolist(), items.held.tolist(), strict=True)
-        for i, (shape, dtype, audience, local) in enumerate(rows):
-            grid = leaf_grid(tuple(shape[:ndim]), SIZES[dtype], self._options.leaf_bytes)
-            limit = self._limit(held, SIZES[dtype], grid.nbytes, 0 if local else gathered)
+        rows = zip(items.shape.tolist(), items.dtype.tolist(), items.audience.tolist(), items.held.tolist(),
+                   items.format.tolist(), strict=True)  # fmt: skip
+        for i, (shape, dtype, audience, local, format_) in enumerate(rows):
+            how = quantized if format_ else None
+            grid = leaf_grid(tuple(shape[:ndim]), SIZES[dtype], self._options.leaf_bytes, rows=group_rows(how))
+            limit = self._limit(held, SIZES[dtype], grid.nbytes, 0 if local else gathered, how)
             receivers = sum(len(self._receiving[layout].ranks) for layout in self._audience.keys[audience])
-            parts = split(grid, min(limit, self._fair // receivers))
+            whole = how is not None and self._options.landing == "mapped"  # with its scales beside it, it must be one segment
+            parts = split(grid, grid.nbytes if whole else min(limit, self._fair // receivers))
             for p in parts:
                 numbers.append((i, p.nbytes, p.offset, p.first, p.blocks, p.block_nbytes, grid.leaf_nbytes, len(parts), 0))
                 boxes.append((*p.box.start, *pads[0], *p.box.shape, *pads[1]))
@@ -162,19 +212,26 @@ class _Surveyor:
         box = ints(np.array(boxes)).reshape(len(boxes), 2 * self._depth)
         return Units(item, items.start[item] + box[:, : self._depth], box[:, self._depth :], nbytes, *rest)
 
-    def _limit(self, held: Held, itemsize: int, nbytes: int, gathered: int) -> int:
+    def _limit(self, held: Held, itemsize: int, nbytes: int, gathered: int, quantized: Quantized | None) -> int:
         """Bytes of a part so that as many tasks as asked for fit the watermark.
 
-        Each byte may cost a rank one in the bucket, one in packed messages, and what a mapped file's copy takes.
+        Each byte may cost a rank one in the bucket, one in packed messages, and what a mapped file's copy takes. Of what is
+        quantized, scales lie in the bucket too, and messages bring the source's own type.
         """
         options = self._options
         copied = int(_SIZES[held.dtype[held.mark]].max(initial=0))
-        cost = (not options.in_landing) + (gathered > 0) + copied / itemsize
+        moved = 1 if quantized is None else int(_SIZES[held.dtype[0]]) / itemsize
+        cost = (not options.in_landing) * _with_scales(quantized) + (gathered > 0) * moved + copied / itemsize
         if cost == 0:
             return options.bucket_bytes
         room = options.max_tmp_bytes // options.min_tasks_in_flight
         padding = PACK_ALIGN * (1 + int(gathered * min(1.0, room / cost / nbytes)))
         return min(options.bucket_bytes, int(min(room, options.max_tmp_bytes - padding) / cost))
+
+
+def _with_scales(quantized: Quantized | None) -> float:
+    """Bytes in the bucket of each byte of codes."""
+    return 1.0 if quantized is None else 1 + SCALE_NBYTES / int(quantized.group[:2].prod())
 
 
 def _landed(sides: Sides, wanted: Rows) -> int:
@@ -190,7 +247,7 @@ def _ranks(holders: tuple[Holder, ...], layouts: tuple[int, ...]) -> tuple[int, 
 def _make_fragments(items: Items, units: Units, cells: Cells, cell_set: Ints) -> tuple[Fragments, Ints]:
     """Fragments of the units, and the cell of each."""
     met = join(units.start, units.start + units.shape, cells.lo, cells.hi)
-    nbytes = volumes(met.lo, met.hi) * _SIZES[items.dtype[units.item[met.a]]]
+    nbytes = volumes(met.lo, met.hi) * _SIZES[items.moved[units.item[met.a]]]
     return Fragments(met.a, met.lo, met.hi - met.lo, nbytes, cell_set[met.b]), met.b
 
 

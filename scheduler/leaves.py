@@ -7,6 +7,8 @@ row-major item and are numbered through all blocks.
 
 A *part* is a box of whole leaves that is contiguous in the row-major item: some leaves of one block, or whole blocks. So
 any cut into parts has the same leaves, and the digest does not depend on it.
+
+A quantized matrix is cut between *groups* of rows only: there leaves are whole groups of rows, or an even part of one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from .boxes import Box, Index, flat_offset, row_major
 
 
 class LeafGrid(NamedTuple):
-    """Leaves of an item of ``shape``: its leaf axis, bytes of a step, a leaf and a block, and leaves in a block."""
+    """Leaves of an item of ``shape``: its leaf axis, bytes of a step, a leaf and a block, and leaves in a block.
+
+    ``rows``: of a quantized matrix: its parts have a multiple of so many rows; 0 for others.
+    """
 
     shape: Index
     itemsize: int
@@ -26,6 +31,7 @@ class LeafGrid(NamedTuple):
     step_nbytes: int
     leaf_steps: int
     block_nbytes: int
+    rows: int = 0
 
     @property
     def leaf_nbytes(self) -> int:
@@ -39,6 +45,11 @@ class LeafGrid(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
+    @property
+    def part_rows(self) -> int:
+        """Rows of the smallest part of a matrix."""
+        return max(self.leaf_steps, self.rows) if self.axis == 0 else self.rows
+
 
 class Part(NamedTuple):
     """A part of an item: its box within the item, bytes and place, and its leaves as in `programs.Leaves`."""
@@ -51,13 +62,18 @@ class Part(NamedTuple):
     block_nbytes: int
 
 
-def leaf_grid(shape: Index, itemsize: int, leaf_bytes: int) -> LeafGrid:
-    """The leaves of an item. ``shape`` has no zero in it; a step that is larger than ``leaf_bytes`` is a leaf of its own."""
+def leaf_grid(shape: Index, itemsize: int, leaf_bytes: int, *, rows: int = 0) -> LeafGrid:
+    """The leaves of an item. ``shape`` has no zero in it; a step that is larger than ``leaf_bytes`` is a leaf of its own.
+
+    ``rows``: of a group of a quantized matrix, which no part cuts in two; 0 for others.
+    """
     steps = [n * itemsize for n in row_major(shape)]
     axis = next((d for d, step in enumerate(steps) if step <= leaf_bytes), max(len(shape) - 1, 0))
     step, length = (steps[axis], shape[axis]) if shape else (itemsize, 1)
     leaf_steps = min(max(1, leaf_bytes // step), length)
-    return LeafGrid(shape, itemsize, axis, step, leaf_steps, length * step)
+    if axis == 0 and 1 < rows < length:
+        leaf_steps = leaf_steps // rows * rows or max(d for d in range(1, leaf_steps + 1) if rows % d == 0)
+    return LeafGrid(shape, itemsize, axis, step, leaf_steps, length * step, rows)
 
 
 def split(grid: LeafGrid, limit: int) -> list[Part]:
@@ -68,6 +84,8 @@ def split(grid: LeafGrid, limit: int) -> list[Part]:
     steps = [n * grid.itemsize for n in row_major(shape)]
     axis = next((d for d in range(grid.axis) if steps[d] <= limit), grid.axis)
     unit = grid.leaf_steps if axis == grid.axis else 1
+    if grid.rows:
+        axis, unit = 0, grid.part_rows
     units = -(-shape[axis] // unit)
     pieces = -(-units // max(1, limit // (unit * steps[axis])))
     stride = unit * -(-units // pieces)

@@ -20,6 +20,7 @@ from .programs import (
     Landing,
     Leaves,
     Message,
+    Quantization,
     Region,
     Segment,
     SourceProgram,
@@ -140,12 +141,14 @@ class _SourceDraft(_Draft):
         unit = segments.unit[self._segment_row]
         fragment = patterns.holds.fragment[self._hold]
         self._dtype = patterns.items.dtype[patterns.units.item[unit]]
+        self._moved = patterns.items.moved[patterns.units.item[unit]]
         size = np.array(SIZES)[self._dtype]
         start, self._shape = patterns.fragments.start[fragment], patterns.fragments.shape[fragment]
         self._bucket_strides = row_steps(patterns.units.shape[unit])
         within = ((start - patterns.units.start[unit]) * self._bucket_strides).sum(axis=1)
         self._bucket_offset = segments.offset[self._segment_row] // size + within
-        self._message_offset, self._message_strides = self._offset // size, row_steps(self._shape)
+        self._message_offset = self._offset // np.array(SIZES)[self._moved]
+        self._message_strides = row_steps(self._shape)
         self._start, self._nbytes = start, patterns.fragments.nbytes[fragment]
         self._ndim = self.routes.ndim[segments.tensor[self._segment_row]].tolist()
 
@@ -169,16 +172,14 @@ class _SourceDraft(_Draft):
     def _shape_of(self, i: int) -> Index:
         return tuple(self._shape[i, : self._ndim[i]].tolist())
 
-    def _wire(self, i: int, offset: Ints, strides: Ints) -> Region:
-        return Region(
-            WIRE, int(offset[i]), self._shape_of(i), tuple(strides[i, : self._ndim[i]].tolist()), DTYPES[self._dtype[i]]
-        )
+    def _wire(self, i: int, offset: Ints, strides: Ints, dtype: Ints) -> Region:
+        return Region(WIRE, int(offset[i]), self._shape_of(i), tuple(strides[i, : self._ndim[i]].tolist()), DTYPES[dtype[i]])
 
     def _bucket(self, i: int) -> Region:
-        return self._wire(i, self._bucket_offset, self._bucket_strides)
+        return self._wire(i, self._bucket_offset, self._bucket_strides, self._dtype)
 
     def _packed(self, i: int) -> Region:
-        return self._wire(i, self._message_offset, self._message_strides)
+        return self._wire(i, self._message_offset, self._message_strides, self._moved)
 
     def program(self, digest: str) -> SourceProgram:
         routes = self.routes
@@ -218,7 +219,15 @@ class _SourceDraft(_Draft):
             segments=tuple(itertools.islice(segments, count)),
             local=tuple(Copy(self._local[i], self._bucket(i)) for i in rows if self._message[i] < 0),
             receives=tuple(self._messages(rows, receiving=True)),
+            quantized=self._quantized(index),
         )
+
+    def _quantized(self, task: int) -> tuple[Quantization, ...]:
+        """Quantized segments of a task; the scales of each are the segment behind it."""
+        routes, patterns = self.routes, self.routes.patterns
+        units = routes.segments.unit[routes.tasks.first[task] : routes.tasks.first[task + 1]]
+        formats = patterns.items.format[patterns.units.item[units]]
+        return tuple(Quantization(k, k + 1, patterns.formats[formats[k]]) for k in np.flatnonzero(formats).tolist())
 
     def _messages(self, rows: range, *, receiving: bool) -> Iterator[Message]:
         messages = self.routes.gather.messages

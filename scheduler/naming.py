@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from .boxes import Index
 from .columns import Ints, TensorTable, ints, pad_axes
+from .formats import CODES, Fp8Format
 from .problems import Problems, listed
+from .quantizing import Companion, find_quantized
 from .regions import Mask
 from .sides import Holder, Sides
 from .suggest import fused, renames
@@ -38,6 +40,8 @@ class Canonical:
             not wanted by any target).
         target_index: the same for target layouts, or -1 (nothing is sent for it).
         skipped: for each distinct target layout, its names that are out of scope.
+        formats: of the tensors that travel quantized.
+        scales: canonical tensor of each one's scales.
     """
 
     names: tuple[str, ...]
@@ -47,9 +51,11 @@ class Canonical:
     source_index: tuple[Ints, ...]
     target_index: tuple[Ints, ...]
     skipped: tuple[tuple[str, ...], ...]
+    formats: Mapping[int, Fp8Format] = field(default_factory=dict)
+    scales: Mapping[int, int] = field(default_factory=dict)
 
 
-def resolve(sides: Sides, scope: Scope, problems: Problems) -> Canonical:
+def resolve(sides: Sides, scope: Scope, problems: Problems, *, wire_format: str = "auto") -> Canonical:
     """Match names.
 
     Reports names without a partner (with renames that would pair them), shapes and groups that differ, ties that the
@@ -58,6 +64,8 @@ def resolve(sides: Sides, scope: Scope, problems: Problems) -> Canonical:
     _check_scope(sides, scope, problems)
     roots = _roots(sides, problems)
     table = _SourceTensors(sides, roots, scope, problems)
+    quantized = find_quantized(sides.receiving, table.find, table.held(sides), wire_format=wire_format, problems=problems)
+    scales = {weight: table.derive(companion, weight, problems) for weight, companion in quantized.items()}
     lost: dict[str, tuple[Index, str]] = {}
     found = [_match(holder, table, scope, lost, problems) for holder in sides.receiving]
     wanted, asked_for = np.zeros(len(table.names), bool), np.zeros(len(table.names), bool)
@@ -76,6 +84,8 @@ def resolve(sides: Sides, scope: Scope, problems: Problems) -> Canonical:
         source_index=tuple(np.where((i >= 0) & wanted[i], i, -1) if len(i) else i for i in table.index),
         target_index=tuple(target_index),
         skipped=tuple(skipped for _, skipped, _ in found),
+        formats={weight: companion.format for weight, companion in quantized.items()},
+        scales=scales,
     )
 
 
@@ -144,6 +154,36 @@ class _SourceTensors:
 
     def shape_of(self, i: int) -> Index:
         return tuple(self.shape[i, : self.ndim[i]].tolist())
+
+    def find(self, name: str) -> int:
+        """Canonical tensor by a name that either side has for it, or -1."""
+        return self.place.get(self.roots(name), -1)
+
+    def held(self, sides: Sides) -> dict[int, tuple[Index, str]]:
+        """Shape and element type of each tensor; empty where no target holds anything quantized."""
+        if not any(CODES in holder.layout.tensors.dtypes for holder in sides.receiving):
+            return {}
+        kinds: dict[int, str] = {}
+        for holder, index in zip(sides.sources, self.index, strict=True):
+            tensors = holder.layout.tensors
+            kinds |= {
+                at: tensors.dtypes[code] for at, code in zip(index.tolist(), tensors.dtype.tolist(), strict=True) if at >= 0
+            }
+        return {at: (self.shape_of(at), kind) for at, kind in kinds.items()}
+
+    def derive(self, companion: Companion, weight: int, problems: Problems) -> int:
+        """A new tensor, which the source makes of ``weight``: its scales."""
+        taken = [name for name in companion.names if name in self.place]
+        if taken:
+            problems.add(f"{taken[0]} is a tensor of the source's own, and would hold the scales of {self.names[weight]}")
+        at = len(self.names)
+        row = np.array([(*companion.shape, *(1,) * self.shape.shape[1])[: self.shape.shape[1]]], np.int64)
+        self.names.append(companion.names[0])
+        self.place.update(dict.fromkeys(companion.names, at))
+        self.shape, self.ndim = np.vstack([self.shape, row]), np.append(self.ndim, len(companion.shape))
+        self.group = np.append(self.group, self.group[weight])
+        self.disputed.add(at)
+        return at
 
 
 def _match(

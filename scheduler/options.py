@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .formats import parse_format
+
 Route = Literal["auto", "gather", "direct"]
 LandingMode = Literal["staged", "streamed", "mapped"]
 
@@ -30,6 +32,12 @@ class PlanOptions:
             leaf size allows.
         verify: whether receivers compute digests.
         scope: names of the tensors that a push covers; None covers everything.
+        stage_host: what source ranks hold in memory of the host is copied to temporary memory first (`h2d`), as what lies in
+            mapped files always is: buckets are assembled elsewhere.
+        wire_format: how weights that a target holds as FP8 are quantized: ``auto`` reads it off the scales that the target
+            declares beside them, a format's name (`syncline.scheduler.formats`) adds what they don't tell (blocks other
+            than 128 x 128, powers of two), ``cast`` quantizes nothing.
+        modules_to_not_convert: modules whose weights must not be quantized, as checkpoints list them.
     """
 
     bucket_bytes: int
@@ -41,11 +49,16 @@ class PlanOptions:
     min_tasks_in_flight: int = 2
     verify: bool = True
     scope: frozenset[str] | None = None
+    stage_host: bool = False
+    wire_format: str = "auto"
+    modules_to_not_convert: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "max_tmp_bytes", "leaf_bytes", "min_tasks_in_flight"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.wire_format not in {"auto", "cast"}:
+            parse_format(self.wire_format)
 
     @property
     def in_landing(self) -> bool:
@@ -61,4 +74,5 @@ class PlanOptions:
         """All options as plain data, equal for equal options."""
         scope = None if self.scope is None else sorted(self.scope)
         sizes = (self.bucket_bytes, self.max_tmp_bytes, self.leaf_bytes, self.min_tasks_in_flight)
-        return (*sizes, self.route, self.landing, self.shared_landing, self.verify, scope)
+        formats = (self.stage_host, self.wire_format, self.modules_to_not_convert)
+        return (*sizes, self.route, self.landing, self.shared_landing, self.verify, scope, *formats)

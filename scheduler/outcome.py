@@ -51,6 +51,10 @@ class Spans(Sequence[Span]):
         other._stages, other._indexes, other._times = self._stages[:], self._indexes[:], self._times[:]
         return other
 
+    def columns(self) -> tuple[bytes, bytes, bytes]:
+        """A code for each span's stage (its place in `SPAN_NAMES`), its index as int64, its start and end as float64."""
+        return bytes(self._stages), self._indexes.tobytes(), self._times.tobytes()
+
     def __len__(self) -> int:
         return len(self._stages)
 
@@ -68,6 +72,26 @@ class Spans(Sequence[Span]):
         return isinstance(other, Spans) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # it grows
+
+
+class Moments:
+    """One moment for each of many tasks, in columns."""
+
+    def __init__(self) -> None:
+        self._tasks = array("q")
+        self._times = array("d")
+
+    def add(self, task: int, now: float) -> None:
+        """Append one."""
+        self._tasks.append(task)
+        self._times.append(now)
+
+    def columns(self) -> tuple[bytes, bytes]:
+        """Each task as int64, its moment as float64."""
+        return self._tasks.tobytes(), self._times.tobytes()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .columns import Ints, ints
+from .columns import Ints
 from .cutting import SMALL
 from .options import PlanOptions
 from .patterns import Patterns
@@ -23,7 +23,9 @@ class Placed(NamedTuple):
     owner: Ints
     group: Ints
     chain: Ints
-    """The same for all parts of one item of one tensor; -1 for units that are whole items."""
+    """The same for all parts of one item of one tensor; -1 for units that are whole items, and for what is quantized."""
+    glued: Mask
+    """Lies in the bucket of the unit before it: scales, behind their codes."""
 
 
 class Tasks(NamedTuple):
@@ -52,7 +54,8 @@ def pack(placed: Placed, patterns: Patterns, options: PlanOptions, world: int) -
 
     A bucket holds units of one mesh group, owner and audience; ``auto`` puts small things that are gathered into buckets of
     their own, so that the others wait for nobody's messages. Groups follow each other; within a group the owners take
-    turns, so that all of them send from the start. An owner's buckets follow the source's order of tensors.
+    turns, so that all of them send from the start. An owner's buckets follow the source's order of tensors. Scales lie right
+    behind their codes.
 
     Returns:
         Tasks, segments, and the bytes of each owner's landing space.
@@ -85,7 +88,7 @@ def _fill(placed: Placed, order: Ints, fresh: Mask, patterns: Patterns, options:
     """
     units = patterns.units
     unit = placed.unit[order]
-    nbytes, part = units.nbytes[unit], units.parts[unit] > 1
+    nbytes, part = units.nbytes[unit], placed.chain[order] >= 0
     weight = 0 if options.in_landing else 1
     fresh = fresh | part
     fresh[1:] |= part[:-1]
@@ -93,22 +96,27 @@ def _fill(placed: Placed, order: Ints, fresh: Mask, patterns: Patterns, options:
     at = np.cumsum(-(-nbytes // ALIGN) * ALIGN) - -(-nbytes // ALIGN) * ALIGN
     staged = np.cumsum(units.staging[unit])
     ends, needs = at + nbytes, weight * (at + nbytes) + staged
+    whole = np.flatnonzero(~placed.glued[order])  # what a bucket may begin with
+    last = np.append(whole[1:], len(order))[: len(whole)] - 1
+    ends, needs, at_whole, fresh = ends[last], needs[last], at[whole], fresh[whole]
+    before = (staged - units.staging[unit])[whole]
     room = options.max_tmp_bytes // options.min_tasks_in_flight
     starts: list[int] = []
-    for head, stop in itertools.pairwise([*np.flatnonzero(fresh).tolist(), len(order)]):
+    for head, stop in itertools.pairwise([*np.flatnonzero(fresh).tolist(), len(whole)]):
         first = head
         while first < stop:
             starts.append(first)
             if stop - first == 1:
                 break
-            spent = weight * at[first] + staged[first] - units.staging[unit[first]]
-            full = np.searchsorted(ends[first:stop], at[first] + options.bucket_bytes, side="right")
+            spent = weight * at_whole[first] + before[first]
+            full = np.searchsorted(ends[first:stop], at_whole[first] + options.bucket_bytes, side="right")
             tight = np.searchsorted(needs[first:stop], spent + room, side="right")
             first += max(1, min(int(full), int(tight)))
+    opening = whole[starts] if starts else whole
     bucket = np.zeros(len(order), np.int64)
-    bucket[starts[1:]] = 1
+    bucket[opening[1:]] = 1
     bucket = np.cumsum(bucket)
-    return bucket, at - at[ints(starts)][bucket]
+    return bucket, at - at[opening][bucket]
 
 
 def _take_turns(group: Ints, owner: Ints, opener: Ints) -> Ints:

@@ -34,7 +34,8 @@ class Items(NamedTuple):
     """``audience`` is an index into `Patterns.audiences`; ``held`` tells items that only a rank that holds them may own.
 
     ``why`` is an index into `syncline.scheduler.cutting.WHY`: why the item is put together from several ranks' pieces, if it
-    is.
+    is. ``format`` is an index into `Patterns.formats`, 0 where the item is no more than cast; ``moved`` is the element type in
+    which source ranks send each other parts of it: the wire's, or their own of what is quantized.
     """
 
     start: Ints
@@ -44,6 +45,8 @@ class Items(NamedTuple):
     audience: Ints
     held: Mask
     why: Ints
+    format: Ints
+    moved: Ints
 
 
 class Units(NamedTuple):
@@ -66,7 +69,7 @@ class Units(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """``nbytes`` in the wire type; ``holders`` is an index into `Patterns.holder_sets`. Sorted by unit."""
+    """``nbytes`` in the type in which it moves; ``holders`` is an index into `Patterns.holder_sets`. Sorted by unit."""
 
     unit: Ints
     start: Ints
@@ -102,6 +105,8 @@ class Patterns:
         unit_first: units ``unit_first[p]:unit_first[p + 1]`` are of pattern ``p``; the other ``…_first`` likewise.
         audiences: positions of receivers, by audience.
         holder_sets: source ranks, by set.
+        formats: names of wire formats; the first stands for none. The scales of a quantized item's units are the units of
+            the pattern after its own, in the same order.
     """
 
     pattern_of: Ints
@@ -113,6 +118,12 @@ class Patterns:
     wants: Wants
     audiences: tuple[tuple[int, ...], ...]
     holder_sets: tuple[tuple[int, ...], ...]
+    formats: tuple[str, ...] = ("",)
+
+    @property
+    def quantized(self) -> Mask:
+        """Which units are quantized."""
+        return np.asarray(self.items.format[self.units.item] > 0)
 
     @property
     def fragment_first(self) -> Ints:

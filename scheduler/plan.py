@@ -36,6 +36,7 @@ from .columns import Ints
 from .completeness import check_taken_whole
 from .coverage import check_dtypes, check_pieces
 from .explain import Explanation, explain
+from .formats import names_module
 from .gathering import check_watermark, gather
 from .geometry import survey
 from .layout import Manifest
@@ -44,11 +45,11 @@ from .naming import Canonical, resolve
 from .options import PlanOptions
 from .packing import Placed, pack
 from .patterns import Patterns
-from .problems import Problems
+from .problems import Problems, listed
 from .programs import ReceiverId, SourceProgram, TargetProgram
 from .regions import Mask
 from .routing import Routing, size, summarize
-from .rows import Rows, in_file, tabulate, uncut
+from .rows import Rows, in_file, in_host, tabulate, uncut
 from .sides import Sides, meet
 from .traffic import Traffic, count
 
@@ -84,7 +85,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Hex digest over the manifests, the options and everything that was planned."""
-        state = xxhash.xxh3_128(msgspec.msgpack.encode((self.manifest_digests, self.options.key(), self.routes.names)))
+        facts = (self.manifest_digests, self.options.key(), self.routes.names, self.routes.patterns.formats)
+        state = xxhash.xxh3_128(msgspec.msgpack.encode(facts))
         for column in _columns(self.routes):
             state.update(column.tobytes())
         return state.hexdigest()
@@ -212,10 +214,11 @@ def build_plan(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]
     """
     problems = Problems()
     sides = meet(sources, targets, problems)
-    canonical = resolve(sides, options.scope, problems)
+    canonical = resolve(sides, options.scope, problems, wire_format=options.wire_format)
     _check_movable(sides, options, problems)
+    _check_left_out(canonical, options, problems)
     sound = check_pieces(sides, canonical, problems)
-    held, wanted = _tables(sides, canonical, sound, problems)
+    held, wanted = _tables(sides, canonical, sound, options, problems)
     check_taken_whole(sides, canonical, wanted, problems)
     patterns = survey(sides, canonical, held, wanted, options=options, problems=problems)
     contributor = contributors(patterns.holder_sets, sides.host_of_rank)
@@ -251,24 +254,40 @@ def _check_movable(sides: Sides, options: PlanOptions, problems: Problems) -> No
             )
 
 
-def _tables(sides: Sides, canonical: Canonical, sound: Mask, problems: Problems) -> tuple[Rows, Rows]:
+def _check_left_out(canonical: Canonical, options: PlanOptions, problems: Problems) -> None:
+    """Report weights that targets hold quantized although their modules are not to be converted."""
+    left_out = [
+        canonical.names[t]
+        for t in sorted(canonical.formats)
+        if any(names_module(pattern, canonical.names[t].removesuffix(".weight")) for pattern in options.modules_to_not_convert)
+    ]
+    if left_out:
+        problems.add(
+            f"{listed(left_out)}: a target holds it as FP8, and modules_to_not_convert leaves it as it is: hold it unquantized "
+            "there, or take it off the list"
+        )
+
+
+def _tables(sides: Sides, canonical: Canonical, sound: Mask, options: PlanOptions, problems: Problems) -> tuple[Rows, Rows]:
     """Pieces of both sides, of those tensors that have no problem so far."""
-    held, wanted = _tabulated(sides, canonical, sound)
-    castable = check_dtypes(sides, canonical.names, held, wanted, problems)
-    return (held, wanted) if castable.all() else _tabulated(sides, canonical, sound & castable)
+    held, wanted = _tabulated(sides, canonical, sound, options)
+    castable = check_dtypes(sides, canonical, held, wanted, problems)
+    return (held, wanted) if castable.all() else _tabulated(sides, canonical, sound & castable, options)
 
 
-def _tabulated(sides: Sides, canonical: Canonical, sound: Mask) -> tuple[Rows, Rows]:
+def _tabulated(sides: Sides, canonical: Canonical, sound: Mask, options: PlanOptions) -> tuple[Rows, Rows]:
     count, depth = len(canonical.names), max(1, canonical.shape.shape[1])
     kept = np.append(np.where(sound, np.arange(count), -1), -1)  # the last one is what index -1 finds
     source, target = ([kept[index] for index in side] for side in (canonical.source_index, canonical.target_index))
-    held = tabulate(sides.sources, source, count, depth, marks=in_file)
+    held = tabulate(sides.sources, source, count, depth, marks=in_host if options.stage_host else in_file)
     return held, tabulate(sides.receiving, target, count, depth, marks=uncut)
 
 
 def _place(canonical: Canonical, patterns: Patterns, contributor: Ints, sides: Sides, options: PlanOptions) -> Placed:
     """Units of all tensors with their owners: of each part its own, or one for all parts where landing is ``mapped``."""
-    tensors = np.flatnonzero(patterns.pattern_of >= 0)
+    derived = np.zeros(len(canonical.names), bool)
+    derived[list(canonical.scales.values())] = True
+    tensors = np.flatnonzero((patterns.pattern_of >= 0) & ~derived)
     pattern = patterns.pattern_of[tensors]
     counts = patterns.unit_first[pattern + 1] - patterns.unit_first[pattern]
     tensor = np.repeat(tensors, counts)
@@ -284,8 +303,25 @@ def _place(canonical: Canonical, patterns: Patterns, contributor: Ints, sides: S
         )
     else:
         owner = choose_owners(patterns, np.arange(len(units.item) + 1), unit, contributor, sides=sides, options=options)
-    chain = np.where(units.parts[unit] > 1, tensor * count + item, -1)
-    return Placed(tensor, unit, owner, canonical.group[tensor], chain)
+    chain = np.where((units.parts[unit] > 1) & (patterns.items.format[item] == 0), tensor * count + item, -1)
+    placed = Placed(tensor, unit, owner, canonical.group[tensor], chain, np.zeros(len(unit), bool))
+    return _with_scales(placed, canonical, patterns) if canonical.scales else placed
+
+
+def _with_scales(placed: Placed, canonical: Canonical, patterns: Patterns) -> Placed:
+    """Right behind every quantized unit the unit of its scales."""
+    quantized = patterns.quantized
+    rows = np.flatnonzero(quantized[placed.unit])
+    scales = np.array([canonical.scales[t] for t in placed.tensor[rows].tolist()], np.int64)
+    pattern = patterns.pattern_of[scales]
+    before: Ints = np.cumsum(quantized) - quantized
+    nth: Ints = before[placed.unit[rows]] - before[patterns.unit_first[pattern - 1]]
+    mine = Placed(
+        scales, patterns.unit_first[pattern] + nth, placed.owner[rows], placed.group[rows], placed.chain[rows],
+        np.ones(len(rows), bool),
+    )  # fmt: skip
+    order = np.argsort(np.concatenate([2 * np.arange(len(placed.unit)), 2 * rows + 1]), kind="stable")
+    return Placed(*(np.concatenate(pair)[order] for pair in zip(placed, mine, strict=True)))
 
 
 def _columns(routes: Routes) -> Iterable[npt.NDArray[Any]]:

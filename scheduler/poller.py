@@ -50,19 +50,24 @@ class Pace:
 
 
 class Flight:
-    """Work in flight: a stage of a task, or the barrier of a group (then ``index`` is the group)."""
+    """Work in flight: a stage of a task, or the barrier of a group (then ``index`` is the group).
 
-    __slots__ = ("completion", "ended", "index", "log", "push_id", "stage", "started")
+    ``close`` ends its range in a profiler.
+    """
+
+    __slots__ = ("close", "completion", "ended", "index", "log", "push_id", "stage", "started")
 
     def __init__(
-        self, *, push_id: int, stage: SpanName, index: int, completion: Completion, started: float, log: PushLog
-    ) -> None:
+        self, *, push_id: int, stage: SpanName, index: int, completion: Completion, started: float, log: PushLog,
+        close: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.push_id = push_id
         self.stage = stage
         self.index = index
         self.completion = completion
         self.started = started
         self.log = log
+        self.close = close
         self.ended = False
 
 

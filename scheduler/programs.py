@@ -86,7 +86,8 @@ class Message:
     """One point-to-point message of the gather in `prepare`: contiguous bytes from a contributor to the task's owner.
 
     ``tag`` is unique within a push for the pair of ranks. On the contributor ``copies`` pack its own buffers into the
-    message (wire dtype: the cast is done before the send); on the owner they unpack the message into the bucket.
+    message (wire dtype: the cast is done before the send; what is quantized comes in the source's own type); on the owner they
+    unpack the message into the bucket.
     ``direct`` says that no packing is needed: there is exactly one copy, its local side is contiguous, and no cast: the
     contributor sends straight out of its buffer, the owner receives straight into the bucket.
     """
@@ -96,6 +97,19 @@ class Message:
     nbytes: int
     copies: tuple[Copy, ...]
     direct: bool = False
+
+
+class Quantization(NamedTuple):
+    """A segment of a bucket that its owner quantizes, and the one that takes its scales: indexes into `SourceTask.segments`.
+
+    Copies whose ``dst`` lies in that segment have the source's own element type on their other side: they say where the
+    parts of the weight are that becomes the segment once all of them are there. ``format`` as in `syncline.scheduler.formats`.
+    Groups are counted from the segment's first row and column.
+    """
+
+    codes: int
+    scales: int
+    format: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +130,7 @@ class SourceTask:
         receives: messages from contributors (owner only).
         sends: messages to the owner (contributor only).
         file_bytes: bytes that `h2d` copies out of mapped files for this task on this rank.
+        quantized: segments that are quantized (owner only).
     """
 
     index: int
@@ -130,6 +145,7 @@ class SourceTask:
     receives: tuple[Message, ...] = ()
     sends: tuple[Message, ...] = ()
     file_bytes: int = 0
+    quantized: tuple[Quantization, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ IN_WORDS: Mapping[Why, str] = {
     "mapped": "landing is 'mapped'",
     "whole": "the target takes it whole",
     "small": "its parts are small",
+    "groups": "quantization groups span shards",
 }
 """Reasons for gathering, for people."""
 

@@ -103,7 +103,7 @@ def tabulate(
     """One table of the pieces of all distinct layouts of a side.
 
     Args:
-        marks: `in_file` for sources, `uncut` for targets.
+        marks: `in_file` or `in_host` for sources, `uncut` for targets.
         indexes: for each layout, the canonical tensor of each of its tensors, or -1 to leave its pieces out.
         count: number of canonical tensors.
         depth: axes of the table; the largest number of dimensions of a planned tensor at least.
@@ -136,6 +136,13 @@ def _picked(holder: Holder, index: Ints) -> Ints:
 
 def _codes(holder: Holder) -> Ints:
     return ints([DTYPES.index(d) if d in ITEMSIZE else -1 for d in holder.layout.pieces.dtypes])
+
+
+def in_host(holder: Holder, rows: Ints) -> Ints:
+    """Mark of source pieces: they lie in a mapped file, or in memory of the host."""
+    buffers = holder.layout.buffers
+    host = ints([int(device.split(":")[0] == "cpu") for device in buffers.devices])
+    return np.maximum(in_file(holder, rows), host[buffers.device[holder.layout.pieces.buffer[rows]]]) if len(rows) else ints([])
 
 
 def in_file(holder: Holder, rows: Ints) -> Ints:

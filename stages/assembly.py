@@ -23,6 +23,9 @@ from .copies import WIRE, CopyPlan, address_of, is_contiguous, move_bytes, resol
 from .digest import add_digests, bytes_of, digest_bytes, digest_view, flat, hash_leaf, leaf_bounds
 from .errors import TransportError
 from .frames import FRAME_NBYTES
+from .kernels.gathered import by_segment, gathered, quantized_part
+from .kernels.plain import write_part
+from .kernels.views import Part
 
 
 def row_major(shape: Index) -> Index:
@@ -58,12 +61,21 @@ class Assembly:
         local: its copies out of the rank's own tensors (without those that read mapped files).
         staged: copies whose source lies in the task's file staging instead (wire memory on both sides).
         buffers: the rank's own tensors.
+        messages_at: where in the task's private memory received messages lie (`task_memory.Layout.messages`).
     """
 
     def __init__(
-        self, task: SourceTask, local: Sequence[Copy], staged: Sequence[Copy], buffers: Sequence[torch.Tensor]
+        self,
+        task: SourceTask,
+        local: Sequence[Copy],
+        staged: Sequence[Copy],
+        buffers: Sequence[torch.Tensor],
+        messages_at: Sequence[int] = (),
     ) -> None:
         waits = _touched(task.segments, [copy for message in task.receives for copy in message.copies])
+        waits |= {one.scales for one in task.quantized if one.codes in waits}
+        self._quantized, self._quantized_late = _quantized_parts(task, [*local, *staged], buffers, messages_at, waits)
+        local, staged, receives = _unquantized(task, local, staged)
         starts = {s.offset: s for i, s in enumerate(task.segments) if i not in waits and s.nbytes}
         self._fills: list[_Fill] = []
         rest: list[Copy] = []
@@ -77,14 +89,18 @@ class Assembly:
         filled = {fill.segment.offset for fill in self._fills}
         self._local = CopyPlan(rest, buffers)
         self._staged = CopyPlan(staged, buffers)
-        self._unpack = [None if message.direct else CopyPlan(message.copies, buffers) for message in task.receives]
+        self._unpack = [CopyPlan(copies, buffers) if copies else None for copies in receives]
         self._early = [s for i, s in enumerate(task.segments) if i not in waits and s.offset not in filled]
         self._late = [s for i, s in enumerate(task.segments) if i in waits]
 
-    @property
-    def has_late_segments(self) -> bool:
-        """Some segments are complete only when all messages have been unpacked."""
-        return bool(self._late)
+    def has_to_fill(self, *, verify: bool, lend: bool) -> bool:
+        """Whether `fill` has anything to do: not where all is lent and nothing is hashed."""
+        copied = bool(len(self._local) or len(self._staged) or self._quantized)
+        return verify or copied or not lend or not all(map(_can_lend, self._fills))
+
+    def has_to_finish(self, *, verify: bool) -> bool:
+        """Something is left to be done when all messages have been unpacked: see `finish`."""
+        return bool(self._quantized_late) or (verify and bool(self._late))
 
     @property
     def lent(self) -> dict[int, torch.Tensor]:
@@ -92,7 +108,7 @@ class Assembly:
         return {fill.segment.offset: fill.src.view(torch.uint8) for fill in self._fills if _can_lend(fill)}
 
     def fill(self, bucket: torch.Tensor, files: torch.Tensor | None, *, verify: bool, lend: bool = False) -> int:
-        """Copy everything local into ``bucket``; the digest of all segments that are complete by that (0 if not ``verify``).
+        """Copy or quantize everything local into ``bucket``; the digest of what is complete by that (0 if not ``verify``).
 
         With ``lend``, what is `lent` is not copied, and hashed where it lies.
         """
@@ -102,17 +118,24 @@ class Assembly:
             parts += [digest_bytes(bytes_of(f.src.view(torch.uint8)), f.segment.leaves) for f in self._fills if _can_lend(f)]
         self._local.run(dst=bucket)
         self._staged.run(src=files, dst=bucket)
+        for part in self._quantized:
+            write_part(part, bucket, files)
         return add_digests(parts) + (_digest(bucket, self._early) if verify else 0)
 
     def unpack(self, number: int, message: torch.Tensor, bucket: torch.Tensor) -> None:
-        """Unpack received message ``number`` (not a direct one) into ``bucket``."""
+        """Unpack received message ``number`` (not a direct one) into ``bucket``, but for what `finish` quantizes."""
         plan = self._unpack[number]
         if plan is not None:
             plan.run(src=message, dst=bucket)
 
-    def digest_late(self, bucket: torch.Tensor) -> int:
-        """The digest of the segments that messages have completed."""
-        return _digest(bucket, self._late)
+    def finish(self, bucket: torch.Tensor, memory: torch.Tensor | None, *, verify: bool) -> int:
+        """When all messages are there: quantize what they have completed; the digest of all that they have (or 0).
+
+        ``memory``: the task's private memory, in which the messages lie.
+        """
+        for part in self._quantized_late:
+            write_part(part, bucket, memory)
+        return _digest(bucket, self._late) if verify else 0
 
 
 def _can_lend(fill: _Fill) -> bool:
@@ -137,6 +160,35 @@ def _touched(segments: Sequence[Segment], copies: Sequence[Copy]) -> set[int]:
     """Indexes of the segments that ``copies`` write to."""
     starts = [segment.offset for segment in segments]
     return {bisect_right(starts, copy.dst.offset * ITEMSIZE[copy.dst.dtype]) - 1 for copy in copies}
+
+
+def _quantized_parts(
+    task: SourceTask, own: Sequence[Copy], buffers: Sequence[torch.Tensor], messages_at: Sequence[int], waits: Collection[int]
+) -> tuple[list[Part], list[Part]]:
+    """Quantized segments whose weight this rank has by itself, and those that messages complete."""
+    if not task.quantized:
+        return [], []
+    placed = by_segment(task, [*((copy, 0) for copy in own), *gathered(task, messages_at)])
+    early: list[Part] = []
+    late: list[Part] = []
+    for one in task.quantized:
+        (late if one.codes in waits else early).append(quantized_part(task, one, placed[one.codes], buffers))
+    return early, late
+
+
+def _unquantized(
+    task: SourceTask, local: Sequence[Copy], staged: Sequence[Copy]
+) -> tuple[Sequence[Copy], Sequence[Copy], list[Sequence[Copy]]]:
+    """The copies (of each message, for the third) that end in segments as they are."""
+    receives: list[Sequence[Copy]] = [() if message.direct else message.copies for message in task.receives]
+    if not task.quantized:
+        return local, staged, receives
+    codes = {one.codes for one in task.quantized}
+
+    def plain(copies: Sequence[Copy]) -> Sequence[Copy]:
+        return [copy for copy in copies if not _touched(task.segments, [copy]) & codes]
+
+    return plain(local), plain(staged), [plain(copies) for copies in receives]
 
 
 def _find_fill(segment: Segment, copy: Copy, buffers: Sequence[torch.Tensor]) -> _Fill | None:

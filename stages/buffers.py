@@ -57,12 +57,14 @@ class BufferPool:
 
     Attributes:
         capacity: bytes in all.
+        device: where they are.
         in_use: bytes on loan now, as asked for.
         peak: the most bytes on loan at once since the last `reset_peak`.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
+        self.device = memory.device
         self.capacity = memory.numel()
         self.in_use = 0
         self.peak = 0

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from .errors import TransportError
 from .rendezvous import Rendezvous
 from .workers import call_in_thread
 
-__all__ = ["Communicator", "Rendezvous", "unique_name"]
+__all__ = ["Communicator", "PointToPoint", "Rendezvous", "unique_name"]
 
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
@@ -42,6 +42,18 @@ _CUT_AGAIN_S = 0.05
 def unique_name(what: str) -> str:
     """A name for a communicator that no other one has had: stale ranks of an earlier one can't meet those of this."""
     return f"{what}-{secrets.token_hex(8)}"
+
+
+class PointToPoint(Protocol):
+    """What a gather needs of a communicator; `Communicator` is one, for CPU memory."""
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Signal[None]:
+        """Send a contiguous uint8 tensor. It must not change until the signal has ended."""
+        ...
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Signal[None]:
+        """Receive exactly ``tensor.numel()`` bytes. The tensor must not be used until the signal has ended."""
+        ...
 
 
 class _Operation(NamedTuple):

@@ -83,15 +83,15 @@ def build_recipes(
 
 def _build(task: SourceTask, owner: bool, buffers: Sequence[torch.Tensor], files: frozenset[int]) -> Recipe:
     copies = [*task.local, *(copy for message in task.sends for copy in message.copies)]
-    staged = _stage([copy for copy in copies if copy.src.buffer in files])
+    staged = stage([copy for copy in copies if copy.src.buffer in files])
     file_nbytes = sum(_nbytes(copy.src) for copy in staged)
     from_files = CopyPlan([Copy(copy.src, moved.src) for copy, moved in staged.items()], buffers) if staged else None
     if owner:
         local = [copy for copy in task.local if copy not in staged]
         from_staging = [staged[copy] for copy in task.local if copy in staged]
-        assembly = Assembly(task, local, from_staging, buffers)
         messages = tuple(-1 if message.direct else message.nbytes for message in task.receives)
         layout = Layout.of(file_nbytes, messages, task.nbytes)
+        assembly = Assembly(task, local, from_staging, buffers, layout.messages)
         return Recipe(task=task, layout=layout, from_files=from_files, assembly=assembly, packings=())
     packings = tuple(_packing(message, staged, buffers) for message in task.sends)
     layout = Layout.of(file_nbytes, tuple(p.message.nbytes if p.packed else -1 for p in packings), 0)
@@ -119,8 +119,8 @@ def _packing(message: Message, staged: Mapping[Copy, Copy], buffers: Sequence[to
     )
 
 
-def _stage(copies: Sequence[Copy]) -> dict[Copy, Copy]:
-    """Each copy out of a mapped file -> the copy that reads its content from staging instead.
+def stage(copies: Sequence[Copy]) -> dict[Copy, Copy]:
+    """Each copy out of memory that `h2d` reads -> the copy that reads its content from staging instead.
 
     Contents lie one after the other without gaps, large element types first, so that each is aligned.
     """

@@ -69,6 +69,10 @@ class Holding:
         """Memory for copies out of mapped files; None if the task has none."""
         return self._private()[: self.layout.files] if self.layout.files else None
 
+    def memory(self) -> torch.Tensor | None:
+        """All private memory of the task; None if it has none."""
+        return None if self.private is None else self._private()
+
     def _private(self) -> torch.Tensor:
         if self.private is None:
             raise ValueError("this task has no private memory")
@@ -131,7 +135,7 @@ class TaskMemory:
             start = holding.layout.bucket
             holding.bucket = holding.private.result.memory[start : start + task.nbytes]
         else:
-            holding.bucket = torch.empty(0, dtype=torch.uint8)
+            holding.bucket = torch.empty(0, dtype=torch.uint8, device=self.pool.device)
 
     def bucket(self, key: Key) -> torch.Tensor:
         """The bucket of a task whose `prepare` is done."""

@@ -12,9 +12,8 @@ kind           says its version                                            says 
 ============== =========================================================== ===============================================
 syncline       ``/status`` of the control plane                            the same
 syncline serve ``GET /status``                                             the same
-vllm           ``GET /weight_info`` (from 0.27 on)                         ``GET /is_paused``
-sglang         ``GET /model_info``                                         ``GET /ready`` (503); the version of an update
-                                                                           that was begun and not ended
+vllm           ``GET /weight_info`` (from 0.27 on)                         ``GET /is_paused``; `UNFINISHED` as version
+sglang         ``GET /model_info``                                         ``GET /ready`` (503); `UNFINISHED` as version
 ============== =========================================================== ===============================================
 """
 
@@ -34,7 +33,7 @@ from syncline.engine.auth import NONCE, Signer
 from syncline.engine.control_client import ControlClient
 from syncline.engine.errors import AuthError, ConfigError, SynclineError
 
-from .sglang.serving import UNFINISHED
+from .unfinished import UNFINISHED
 
 Kind = Literal["syncline", "syncline serve", "vllm", "sglang", "unknown"]
 FleetState = Literal["COMMITTED", "UPDATING", "FENCED", "PAUSED", "UNREACHABLE"]
@@ -76,22 +75,13 @@ class TargetState:
 async def states(addresses: Sequence[str], *, secret: str | None = None, timeout_s: float = 5.0) -> list[TargetState]:
     """Ask all of them side by side; the answers in the order of the addresses. Takes ``timeout_s`` seconds at most.
 
+    What is no address is ``UNREACHABLE``, too, and its message says so: the others are asked all the same.
+
     Args:
         addresses: control addresses and URLs.
         secret: shared secret of those that have one.
         timeout_s: deadline for each, in seconds.
-
-    Raises:
-        ConfigError: an address is neither; lists all of them.
     """
-    problems: list[str] = []
-    for address in addresses:
-        try:
-            _check(address)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as session:
         return list(await asyncio.gather(*(_state(address, session, secret, timeout_s) for address in addresses)))
 
@@ -113,6 +103,7 @@ def _check(address: str) -> None:
 async def _state(address: str, session: aiohttp.ClientSession, secret: str | None, timeout_s: float) -> TargetState:
     began = time.monotonic()
     try:
+        _check(address)
         async with asyncio.timeout(timeout_s):
             if address.startswith("http"):
                 kind, state, version, message, details = _read(await _Probe(address, session, secret).all())
@@ -120,6 +111,8 @@ async def _state(address: str, session: aiohttp.ClientSession, secret: str | Non
                 kind, state, version, message, details = await _ask_control(address, secret, timeout_s)
     except TimeoutError:
         kind, state, version, message, details = "unknown", "UNREACHABLE", None, f"no answer within {timeout_s:g} s", {}
+    except ConfigError as error:
+        kind, state, version, message, details = "unknown", "UNREACHABLE", None, "; ".join(error.problems), {}
     except (SynclineError, aiohttp.ClientError, OSError) as error:
         text = f"{type(error).__name__}: {error}"
         kind, state, version, message, details = "unknown", "UNREACHABLE", None, text, {}
@@ -185,15 +178,27 @@ def _read(answers: Mapping[str, tuple[int, dict[str, Any]]]) -> _Said:
     if status.get("state") in ("COMMITTED", "UPDATING", "FENCED") and "version" in status:
         return "syncline serve", status["state"], status["version"], "", status
     if "is_paused" in paused or "weight_version" in weights:
+        if (unfinished := _unfinished(weights.get("weight_version"))) is not None:
+            return "vllm", unfinished[0], None, unfinished[1], weights | paused
         version = _number(weights.get("weight_version"))
         why = "" if "weight_version" in weights else "this release of vLLM does not say which weights it has"
         return "vllm", "PAUSED" if paused.get("is_paused") else "COMMITTED", version, why, weights | paused
     if "weight_version" in model:
         said = model["weight_version"]
-        if said == UNFINISHED:
-            return "sglang", "FENCED", None, "an update was begun and has not ended", model
+        if (unfinished := _unfinished(said)) is not None:
+            return "sglang", unfinished[0], None, unfinished[1], model
         return "sglang", "PAUSED" if ready == 503 else "COMMITTED", _number(said), "", model
     return "unknown", "UNREACHABLE", None, _NO_STATUS, {}
+
+
+def _unfinished(said: object) -> tuple[FleetState, str] | None:
+    """Whether a version says that the weights are none, and why."""
+    text = str(said)
+    if not text.startswith(UNFINISHED):
+        return None
+    if text == UNFINISHED:
+        return "FENCED", "its weights are no whole version; it serves again once a push has committed"
+    return "UPDATING", "an update is being written, or who wrote it has died"
 
 
 def _number(said: object) -> int | str | None:

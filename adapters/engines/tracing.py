@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +114,7 @@ class LoadTrace(TorchDispatchMode):
 
         Asked after the loader has returned: what it made on its way and still holds, it keeps.
         """
-        kept = {int(s._cdata) for s in self._alive if torch._C._storage_Use_Count(s._cdata) > 1}  # type: ignore[attr-defined]  # noqa: SLF001
+        kept = {int(s._cdata) for s in self._alive if torch._C._storage_Use_Count(s._cdata) > 1}  # noqa: SLF001 - torch has no public one
         memories = [memory for storage, memory in self._known.items() if memory.scratch or storage in kept]
         return frozenset().union(*map(self._feeds, memories))
 
@@ -186,8 +187,11 @@ class LoadTrace(TorchDispatchMode):
         for tensor in tree_flatten(result)[0]:
             if isinstance(tensor, torch.Tensor):
                 storage = storage_of(tensor)
-                self._made[storage] = weakref.ref(tensor, lambda _, gone=storage: self._made.pop(gone, None))
+                self._made[storage] = weakref.ref(tensor, partial(self._gone, storage))
         return result
+
+    def _gone(self, storage: int, _tensor: object) -> None:
+        self._made.pop(storage, None)
 
     # writes
 

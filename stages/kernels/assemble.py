@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 
 from syncline.scheduler.programs import Leaves
-from syncline.stages.digest import add_digests, bytes_of, digest_bytes
+from syncline.stages.digest import add_digests, bytes_of, digest_bytes, digest_view
 
 from .language import INSTALLED, INTERPRETED
 from .launches import LIMBS, Program
 from .plain import write_part
 from .tables import Tables, can_copy_by_leaves
-from .views import Moved, Part, View
+from .views import Hashed, Moved, Part, View
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -68,7 +68,7 @@ class BucketKernels:
     """
 
     def __init__(
-        self, parts: Sequence[Part | Moved], device: torch.device, *, verify: bool = True, backend: Backend = "auto"
+        self, parts: Sequence[Part | Moved | Hashed], device: torch.device, *, verify: bool = True, backend: Backend = "auto"
     ) -> None:
         self.parts = tuple(part for part in parts if not _empty(part))
         self.device = device
@@ -77,13 +77,18 @@ class BucketKernels:
         self.program = Program(_tables_of(self.parts, verify=verify), device) if triton else None
         self.tmp_nbytes = self.program.tmp_nbytes if self.program is not None else 0
 
-    def run(self, bucket: torch.Tensor, given: torch.Tensor | None, limbs: torch.Tensor) -> None:
+    def run(
+        self, bucket: torch.Tensor, given: torch.Tensor | None, limbs: torch.Tensor, scratch: torch.Tensor | None = None
+    ) -> None:
         """See `assemble`."""
         if self.program is not None:
-            self.program.run(0 if given is None else given.data_ptr(), bucket.data_ptr(), limbs)
+            self.program.run(0 if given is None else given.data_ptr(), bucket.data_ptr(), limbs, scratch)
             return
         digests = []
         for part in self.parts:
+            if isinstance(part, Hashed):
+                digests += [digest_view(part.content.cpu(), part.leaves)] if self._verify else []
+                continue
             write_part(part, bucket, given)
             for content, leaves in contents_of(part) if self._verify else ():
                 digests.append(digest_bytes(bytes_of(content.tensor(bucket).cpu()), leaves))
@@ -91,7 +96,12 @@ class BucketKernels:
 
 
 def assemble(
-    bucket: torch.Tensor, kernels: BucketKernels, *, given: torch.Tensor | None = None, limbs: torch.Tensor | None = None
+    bucket: torch.Tensor,
+    kernels: BucketKernels,
+    *,
+    given: torch.Tensor | None = None,
+    limbs: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write a bucket and add up its digest. On CUDA everything is launched on the current stream, and nothing waits.
 
@@ -103,6 +113,7 @@ def assemble(
             the gather has brought for this run.
         limbs: where to add the digest up (int64, `LIMBS`), for example over the buckets of a receiver; new zeros if not
             given.
+        scratch: temporary memory (1-d uint8, aligned to 8 bytes) of ``kernels.tmp_nbytes``; allocated if not given.
 
     Returns:
         ``limbs``. Copy them to pinned memory behind the launches and give them to `read_digest`.
@@ -112,7 +123,7 @@ def assemble(
         check_memory("given", given, kernels.device, aligned=kernels.program is not None)
     if limbs is None:
         limbs = torch.zeros(LIMBS, dtype=torch.int64, device=kernels.device)
-    kernels.run(bucket, given, limbs)
+    kernels.run(bucket, given, limbs, scratch)
     return limbs
 
 
@@ -121,13 +132,19 @@ def add_to_limbs(limbs: torch.Tensor, digest: int) -> None:
     limbs += torch.tensor([digest >> (32 * place) & 0xFFFFFFFF for place in range(LIMBS)], device=limbs.device)
 
 
-def _empty(part: Part | Moved) -> bool:
+def _empty(part: Part | Moved | Hashed) -> bool:
+    if isinstance(part, Hashed):
+        return not part.content.numel()
     return part.nbytes == 0 if isinstance(part, Moved) else 0 in part.shape
 
 
-def _tables_of(parts: Sequence[Part | Moved], *, verify: bool) -> Tables:
+def _tables_of(parts: Sequence[Part | Moved | Hashed], *, verify: bool) -> Tables:
     tables = Tables()
     for part in parts:
+        if isinstance(part, Hashed):
+            if verify:
+                tables.add_leaves(View.of(part.content), part.leaves)
+            continue
         if isinstance(part, Moved):
             _add_moved(tables, part, verify=verify)
             continue

@@ -31,11 +31,13 @@ class Landed:
         offset: where in the bucket it begins, in bytes.
         places: tensors of the segment's shape and wire type, any strides; more than one where a tied tensor is held twice.
         leaves: digest leaves.
+        elsewhere: where its bytes are read from instead (1-d uint8); None for the bucket.
     """
 
     offset: int
     places: tuple[torch.Tensor, ...]
     leaves: Leaves
+    elsewhere: torch.Tensor | None = None
 
 
 class LandingKernels:
@@ -44,20 +46,25 @@ class LandingKernels:
     Args:
         landings: the bucket's segments as this receiver takes them. Their tensors are kept alive.
         device: where they live.
+        verify: compute digests; without, everything is only copied.
         backend: as for `BucketKernels`.
 
     Attributes:
+        triton: whether kernels run; else plain torch serves.
         scratch_nbytes: temporary memory for segments that land with gaps, in bytes.
         tmp_nbytes: all temporary memory of a run, in bytes.
     """
 
-    def __init__(self, landings: Sequence[Landed], device: torch.device, *, backend: Backend = "auto") -> None:
+    def __init__(
+        self, landings: Sequence[Landed], device: torch.device, *, verify: bool = True, backend: Backend = "auto"
+    ) -> None:
         self.device = device
+        self._verify = verify
         self._landings = tuple(landing for landing in landings if landing.places and landing.places[0].numel())
         self._programs: list[tuple[Program, int]] = []
         self.scratch_nbytes = 0
-        self._triton = runs_triton(backend, device)
-        if self._triton:
+        self.triton = runs_triton(backend, device)
+        if self.triton:
             self._programs = self._build()
         self.tmp_nbytes = self.scratch_nbytes + sum(program.tmp_nbytes for program, _ in self._programs)
 
@@ -65,6 +72,10 @@ class LandingKernels:
         """Programs and the row of limbs that each adds up to: everything once, then tied places against their first."""
         content, firsts, others = Tables(), Tables(), Tables()
         for landing in self._landings:
+            if not self._verify:
+                for place in landing.places:
+                    _copy(content, landing, place)
+                continue
             first, *more = landing.places
             self._land(content, landing, first)
             for place in more:
@@ -73,17 +84,17 @@ class LandingKernels:
         return [
             (Program(tables, self.device), row)
             for row, tables in enumerate((content, firsts, others))
-            if tables.long or tables.short
+            if tables.copies or tables.long or tables.short
         ]
 
     def _land(self, tables: Tables, landing: Landed, place: torch.Tensor) -> None:
         shape, dtype = tuple(place.shape), place.dtype
         packed = _row_major(shape)
-        start = landing.offset // dtype.itemsize
+        base, start = _read_from(landing, dtype)
         place = place.detach()
         if place.is_contiguous():
             flat = View.of(place.as_strided((place.numel(),), (1,)))
-            read = View(base=None, offset=start, shape=flat.shape, strides=flat.strides, dtype=dtype)
+            read = View(base=base, offset=start, shape=flat.shape, strides=flat.strides, dtype=dtype)
             if can_copy_by_leaves(read, flat, landing.leaves):
                 tables.add_leaves(flat, landing.leaves, read)
             else:
@@ -93,7 +104,7 @@ class LandingKernels:
         back = self._take(place.numel() * dtype.itemsize) // dtype.itemsize
         for size, (at, steps), (to, to_steps) in matrices(shape, packed, place.stride()):
             there = View(base=place, offset=to, shape=size, strides=to_steps, dtype=dtype)
-            tables.add_copy(View(base=None, offset=start + at, shape=size, strides=steps, dtype=dtype), there)
+            tables.add_copy(View(base=base, offset=start + at, shape=size, strides=steps, dtype=dtype), there)
             tables.add_return(there, View(base=None, offset=back + at, shape=size, strides=steps, dtype=dtype))
         count = place.numel()
         tables.add_leaves(View(base=None, offset=back, shape=(1, count), strides=(count, 1), dtype=dtype), landing.leaves)
@@ -105,7 +116,7 @@ class LandingKernels:
 
     def run(self, bucket: torch.Tensor, limbs: torch.Tensor) -> None:
         """See `land`."""
-        if not self._triton:
+        if not self.triton:
             self._run_plain(bucket, limbs)
             return
         scratch = torch.empty(self.scratch_nbytes + _ALIGN, dtype=torch.uint8, device=self.device)
@@ -117,9 +128,14 @@ class LandingKernels:
         for landing in self._landings:
             digests = []
             for place in landing.places:
-                source = bucket[landing.offset : landing.offset + place.numel() * place.element_size()]
+                nbytes = place.numel() * place.element_size()
+                source = bucket[landing.offset : landing.offset + nbytes] if landing.elsewhere is None else landing.elsewhere
                 place.detach().copy_(source.view(place.dtype).view(place.shape))
+                if not self._verify:
+                    continue
                 digests.append(digest_view(place.detach().cpu(), landing.leaves))
+            if not digests:
+                continue
             add_to_limbs(limbs[0], digests[0])
             for digest in digests[1:]:
                 add_to_limbs(limbs[1], digests[0])
@@ -137,7 +153,7 @@ def land(bucket: torch.Tensor, kernels: LandingKernels, *, limbs: torch.Tensor |
     Returns:
         ``limbs``; see `read_landed`.
     """
-    check_memory("bucket", bucket, kernels.device, aligned=True)
+    check_memory("bucket", bucket, kernels.device, aligned=kernels.triton)
     if limbs is None:
         limbs = torch.zeros((3, LIMBS), dtype=torch.int64, device=kernels.device)
     kernels.run(bucket, limbs)
@@ -148,6 +164,23 @@ def read_landed(limbs: torch.Tensor) -> tuple[int, bool]:
     """The digest of what has landed, and whether tied tensors got the same in all their places; limbs on the host."""
     content, firsts, others = (read_digest(row) for row in limbs)
     return content, firsts == others
+
+
+def _read_from(landing: Landed, dtype: torch.dtype) -> tuple[torch.Tensor | None, int]:
+    """Where a segment's first element is read: a tensor, or None for the bucket, and how many elements from its start."""
+    if landing.elsewhere is None:
+        return None, landing.offset // dtype.itemsize
+    return landing.elsewhere.view(dtype), 0
+
+
+def _copy(tables: Tables, landing: Landed, place: torch.Tensor) -> None:
+    """Copy a segment to a place, and no more."""
+    place = place.detach()
+    base, start = _read_from(landing, place.dtype)
+    shape = tuple(place.shape)
+    for size, (at, steps), (to, to_steps) in matrices(shape, _row_major(shape), place.stride()):
+        read = View(base=base, offset=start + at, shape=size, strides=steps, dtype=place.dtype)
+        tables.add_copy(read, View(base=place, offset=to, shape=size, strides=to_steps, dtype=place.dtype))
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -51,16 +51,19 @@ class Program:
             *_hashing(tables, device),
         ]
 
-    def run(self, source: int, dest: int, limbs: torch.Tensor) -> None:
+    def run(self, source: int, dest: int, limbs: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
         """Launch on the current stream.
 
         Args:
             source: address that relative sources lie at.
             dest: address that relative destinations lie at.
             limbs: where the digest is added up.
+            scratch: temporary memory (1-d uint8, aligned to 8 bytes) of `tmp_nbytes`; allocated if not given.
         """
-        sums = torch.empty(self._sums, dtype=torch.int64, device=self._device)
-        absmax = torch.zeros(self._groups, dtype=torch.int32, device=self._device)
+        if scratch is None:
+            scratch = torch.empty(self.tmp_nbytes, dtype=torch.uint8, device=self._device)
+        sums = scratch[: self._sums * 8].view(torch.int64)
+        absmax = scratch[self._sums * 8 : self.tmp_nbytes].view(torch.int32).zero_()
         memory = Memory(source, dest, sums, absmax, limbs)
         for launch in self._launches:
             launch(memory)

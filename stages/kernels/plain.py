@@ -7,12 +7,14 @@ whole ones would go through memory a dozen times. (`torch.compile` of the whole 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from syncline.stages.formats import Fp8Format
+from syncline.scheduler.formats import Fp8Format
 
 from .reference import FLOATS, cast, scale_of
-from .views import Moved, Part, View
+from .views import Moved, Part, Quantized, View
 
 _NAN_CODE = 0x7F
 _INFINITY = 0x7F800000
@@ -29,9 +31,7 @@ def write_part(part: Part | Moved, bucket: torch.Tensor, given: torch.Tensor | N
             _move(read, write, bucket, given)
         return
     if part.quantized is not None:
-        codes, scale = quantize(_whole(part, given), part.quantized.how)
-        _write(bucket, part.offset, codes)
-        _write(bucket, part.quantized.scale_offset, scale)
+        _quantize_part(part, part.quantized, bucket, given)
         return
     for piece in part.pieces:
         _move(piece.view, part.place(piece), bucket, given)
@@ -43,45 +43,61 @@ def _move(read: View, write: View, bucket: torch.Tensor, given: torch.Tensor | N
         target.copy_(source if source.dtype == target.dtype else cast(source, target.dtype))
 
 
-def _write(bucket: torch.Tensor, offset: int, content: torch.Tensor) -> None:
-    flat = content.contiguous().view(-1).view(torch.uint8)
-    bucket[offset : offset + flat.numel()].copy_(flat)
+Rows = Callable[[int, torch.Tensor], torch.Tensor]
+"""``rows(top, strip)`` fills ``strip`` (n, N) float32 with a matrix's rows from ``top`` on, and returns it."""
 
 
-def _whole(part: Part, given: torch.Tensor | None) -> torch.Tensor:
-    """All elements of a part: its only piece, or its pieces put together."""
-    first = part.pieces[0].view
-    if first.shape == part.shape:
-        return first.tensor(given)
-    dtypes = {piece.view.dtype for piece in part.pieces}
-    whole = torch.empty(part.shape, dtype=first.dtype if len(dtypes) == 1 else torch.float32, device=first.tensor(given).device)
-    for piece in part.pieces:
-        (rows, columns), source = piece.view.shape, piece.view.tensor(given)
-        whole[piece.row : piece.row + rows, piece.column : piece.column + columns].copy_(source)
-    return whole
+def _quantize_part(part: Part, quantized: Quantized, bucket: torch.Tensor, given: torch.Tensor | None) -> None:
+    """Codes and scales of a part, from wherever its pieces lie to their places; nothing but a strip is kept between."""
+    pieces = [(piece.row, piece.column, piece.view.tensor(given)) for piece in part.pieces if not piece.view.empty]
+    for _, _, source in pieces:
+        _check(source)
+
+    def rows(top: int, strip: torch.Tensor) -> torch.Tensor:
+        for row, column, source in pieces:
+            first, last = max(top, row), min(top + len(strip), row + len(source))
+            if first < last:
+                strip[first - top : last - top, column : column + source.shape[1]].copy_(source[first - row : last - row])
+        return strip
+
+    shape, how = part.shape, quantized.how
+    down, across = how.group(shape)
+    size = (-(-shape[0] // down), -(-shape[1] // across))
+    codes = bucket[part.offset : part.offset + shape[0] * shape[1]].view(torch.float8_e4m3fn).view(shape)
+    scale_nbytes = 4 * size[0] * size[1]
+    grid = bucket[quantized.scale_offset : quantized.scale_offset + scale_nbytes].view(torch.float32).view(size)
+    _quantize(rows, how, codes, grid)
 
 
 def quantize(values: torch.Tensor, how: Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.quantize`, strip by strip."""
     _check(values)
     shape = (values.shape[0], values.shape[1])
+    down, across = how.group(shape)
+    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=values.device)
+    grid = torch.empty((-(-shape[0] // down), -(-shape[1] // across)), device=values.device)
+    _quantize(lambda top, strip: strip.copy_(values[top : top + len(strip)]), how, codes, grid)
+    return codes, grid.reshape(how.scale_shape(shape))
+
+
+def _quantize(matrix: Rows, how: Fp8Format, codes: torch.Tensor, grid: torch.Tensor) -> None:
+    """Write codes (M, N) and scales (groups down, groups across)."""
+    shape = (codes.shape[0], codes.shape[1])
     if how.grouping == "tensor":
-        return _quantize_tensor(values, how)
+        _quantize_tensor(matrix, how, codes, grid)
+        return
     group = how.group(shape)
     down, across = group
     rows = down * max(1, _STRIP // (down * shape[1]))
-    strip = torch.empty((min(rows, shape[0]), shape[1]), device=values.device)
-    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=values.device)
-    grid = torch.empty((-(-shape[0] // down), -(-shape[1] // across)), device=values.device)
+    strip = torch.empty((min(rows, shape[0]), shape[1]), device=codes.device)
     for top in range(0, shape[0], rows):
-        part = strip[: min(rows, shape[0] - top)].copy_(values[top : top + rows])
+        part = matrix(top, strip[: min(rows, shape[0] - top)])
         absmax = _absmax(part, group)
         scale = scale_of(absmax, pow2=how.pow2)
         grid[top // down : top // down + len(scale)] = scale
         each = scale if across >= shape[1] else scale.repeat_interleave(across, dim=1)[:, : shape[1]]
         each = each if down == 1 else each.repeat_interleave(down, dim=0)[: len(part)]
         _store(part.div_(each), each, absmax, codes[top : top + rows])
-    return codes, grid.reshape(how.scale_shape(shape))
 
 
 def _check(values: torch.Tensor) -> None:
@@ -106,13 +122,13 @@ def _store(quotients: torch.Tensor, each: torch.Tensor, absmax: torch.Tensor, co
         codes.view(torch.uint8).masked_fill_(each.isnan().expand_as(quotients), _NAN_CODE)
 
 
-def _quantize_tensor(values: torch.Tensor, how: Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (values.shape[0], values.shape[1])
+def _quantize_tensor(matrix: Rows, how: Fp8Format, codes: torch.Tensor, grid: torch.Tensor) -> None:
+    shape = (codes.shape[0], codes.shape[1])
     rows = max(1, _STRIP // shape[1])
-    strips = range(0, shape[0], rows)
-    absmax = torch.stack([_absmax(values[top : top + rows].float(), (rows, shape[1])) for top in strips]).amax().reshape(1, 1)
+    memory = torch.empty((min(rows, shape[0]), shape[1]), device=codes.device)
+    strips = [(top, memory[: min(rows, shape[0] - top)]) for top in range(0, shape[0], rows)]
+    absmax = torch.stack([_absmax(matrix(top, strip), (rows, shape[1])) for top, strip in strips]).amax().reshape(1, 1)
     scale = scale_of(absmax, pow2=how.pow2)
-    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=values.device)
-    for top in strips:
-        _store(values[top : top + rows].to(torch.float32) / scale, scale, absmax, codes[top : top + rows])
-    return codes, scale.reshape(1)
+    grid.copy_(scale)
+    for top, strip in strips:
+        _store(matrix(top, strip).div_(scale), scale, absmax, codes[top : top + rows])

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from syncline.stages.formats import Fp8Format
+from syncline.scheduler.formats import Fp8Format
 
 E4M3_MAX = 448.0
 ABSMAX_FLOOR = 1e-12

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from syncline.scheduler.formats import Fp8Format
 from syncline.scheduler.programs import Leaves
 from syncline.stages.digest import leaf_bounds
-from syncline.stages.formats import Fp8Format
 
 from .reference import FLOATS
 from .views import Part, Piece, View

@@ -8,8 +8,8 @@ from itertools import product
 
 import torch
 
+from syncline.scheduler.formats import Fp8Format
 from syncline.scheduler.programs import Leaves
-from syncline.stages.formats import Fp8Format
 
 Pair = tuple[int, int]
 
@@ -159,6 +159,14 @@ class Moved:
     def content(self) -> View:
         """All of it, as a row of bytes of the bucket."""
         return View(base=None, offset=self.offset, shape=(1, self.nbytes), strides=(self.nbytes, 1), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hashed:
+    """A segment that is sent from where it lies, and only digested: its bytes there (1-d uint8, contiguous)."""
+
+    content: torch.Tensor
+    leaves: Leaves
 
 
 def matrices(

@@ -58,7 +58,7 @@ def decode_offer(descriptor: bytes, kind: type[Offer], owner: int) -> Offer:
     """A sender's descriptor; `TransportError` if it is not one of this ``kind``."""
     try:
         return msgspec.msgpack.decode(descriptor, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransportError(f"what source rank {owner} offers is not a {kind.__name__}: {error}") from error
 
 
@@ -80,12 +80,17 @@ class Sender(Protocol):
 
     @property
     def kind(self) -> str:
-        """Name of the transport: ``shm`` or ``gloo``."""
+        """Name of the transport: ``shm``, ``gloo``, ``cuda_ipc`` or ``nccl``."""
         ...
 
     @property
     def in_place(self) -> bool:
         """Buckets for this transport have to be assembled in memory that `claim` gives; it sends from nowhere else."""
+        ...
+
+    @property
+    def lends(self) -> bool:
+        """`send` takes segments that are not in the bucket (``lent``): they go out from where they lie."""
         ...
 
     @property
@@ -142,8 +147,8 @@ class Sender(Protocol):
     ) -> Mapping[ReceiverId, Completion | None]:
         """Start sending an assembled bucket to ``receivers`` (all of this kind).
 
-        Segments in ``lent`` (offset -> bytes, 1-d uint8) are not in the bucket: they are sent from where they lie. Not for
-        transports that are `in_place`.
+        Segments in ``lent`` (offset -> bytes, 1-d uint8) are not in the bucket: they are sent from where they lie. Only
+        where the transport `lends`.
 
         A completion (signalled; None: done at once) ends when the bucket's memory is not used for that receiver any more.
         It fails with `TransportError` if the receiver is lost, and then too the memory is not used any more. With landing
@@ -247,6 +252,25 @@ class ReceivingHalf(Protocol):
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Close all links in bounded time. Memory under a lease that was taken over stays. Idempotent."""
+        ...
+
+
+class PrivateLease:
+    """Implements `Lease` for memory that nobody else writes: there is nothing to release."""
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+
+@runtime_checkable
+class Lending(Protocol):
+    """A `ReceivingHalf` may have this too: some segments are to be read from the source's own storage, not from the bucket."""
+
+    def lent(self, task: TargetTask) -> Mapping[int, torch.Tensor]:
+        """Offset in the bucket -> where the segment lies (1-d uint8). Once linked; valid from `receive` to `release`.
+
+        A bucket of which everything is lent has no bytes.
+        """
         ...
 
 

@@ -12,9 +12,6 @@ never written while anyone holds a lease on them, whether or not that receiver i
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-import socket
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,7 +28,7 @@ from ..errors import TransportError
 from ..workers import Workers
 from .base import LandingMode, Loan, OnLost, push_key
 from .channel import Channel, Kind, Message
-from .doorway import Doorway
+from .reception import Reception
 from .shared_memory import Segment
 from .shm_landing import LandingBuffers
 
@@ -115,6 +112,7 @@ class ShmSender:
 
     kind = "shm"
     in_place = True
+    lends = False
 
     def __init__(
         self,
@@ -130,11 +128,7 @@ class ShmSender:
         self._ring_nbytes = ring_capacity(program, ring_nbytes)
         self._workers = workers
         self._on_lost = on_lost
-        self._directory = directory
-        self._token = secrets.randbits(64)
-        self._doorway: Doorway | None = None
-        self._strangers: set[Channel] = set()
-        self._awaited: dict[ReceiverId, Signal[None]] = {}
+        self._reception = Reception(directory, self._welcome)
         self._links: dict[ReceiverId, _Link] = {}
         self._key = 0
         self._ring: Segment | None = None
@@ -162,34 +156,14 @@ class ShmSender:
         self.drop(receivers)
         await self._allocate()
         self._check_open()
-        if self._doorway is None:
-            self._doorway = Doorway(self._welcome, self._directory)
-        for receiver in receivers:
-            self._awaited[receiver] = Signal()
-        offer = ShmOffer(
-            path=self._doorway.path, token=self._token, mode=self._mode, segments=max(1, len(self._landing.segments))
-        )
+        path, segments = self._reception.expect(receivers), max(1, len(self._landing.segments))
+        offer = ShmOffer(path=path, token=self._reception.token, mode=self._mode, segments=segments)
         data = msgspec.msgpack.encode(offer)
         return {receiver.target: data for receiver in receivers}
 
     async def link(self, receivers: Collection[ReceiverId], *, timeout_s: float) -> Mapping[ReceiverId, TransportError]:
-        failed: dict[ReceiverId, TransportError] = {}
-        until = asyncio.get_running_loop().time() + timeout_s
-        for receiver in receivers:
-            signal = self._awaited.get(receiver)
-            try:
-                if signal is None:
-                    raise TransportError(f"receiver {receiver} was not offered a link")
-                async with asyncio.timeout_at(until):
-                    await signal
-            except TimeoutError:
-                failed[receiver] = TransportError(f"receiver {receiver} did not link up within {timeout_s:g} s")
-            except TransportError as error:
-                failed[receiver] = error
-            self._awaited.pop(receiver, None)
+        failed = await self._reception.arrivals(receivers, timeout_s)
         self.drop(failed)
-        if not self._awaited:
-            self._close_doorway()
         return failed
 
     async def begin(
@@ -224,9 +198,7 @@ class ShmSender:
     def drop(self, receivers: Collection[ReceiverId]) -> None:
         error = TransportError("dropped by the source")
         for receiver in list(receivers):
-            awaited = self._awaited.pop(receiver, None)
-            if awaited is not None:
-                awaited.fail(error)
+            self._reception.forget(receiver)
             link = self._links.pop(receiver, None)
             if link is not None:
                 link.fail(error)
@@ -237,11 +209,8 @@ class ShmSender:
 
     async def close(self, timeout_s: float = 5.0) -> None:
         self._closed = True
-        self.drop({*self._links, *self._awaited})
-        self._close_doorway()
-        for stranger in list(self._strangers):
-            stranger.close()
-        self._strangers.clear()
+        self.drop(list(self._links))
+        self._reception.close()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -259,23 +228,7 @@ class ShmSender:
             self._ring = await self._workers.submit(Segment, RING, self._ring_nbytes)
             self._pool = BufferPool(self._ring.memory)
 
-    def _welcome(self, connection: socket.socket) -> None:
-        # who it is is known only when it has said so, over the channel that is being made here
-        stranger: list[Channel] = []
-        channel = Channel(
-            connection,
-            on_message=lambda message: self._hello(stranger[0], message),
-            on_closed=lambda _: self._strangers.discard(stranger[0]),
-        )
-        stranger.append(channel)
-        self._strangers.add(channel)
-
-    def _hello(self, channel: Channel, message: Message) -> None:
-        receiver = ReceiverId(message.a, message.b)
-        self._strangers.discard(channel)
-        if message.kind is not Kind.HELLO or message.push != self._token or receiver not in self._awaited:
-            channel.close()
-            return
+    def _welcome(self, receiver: ReceiverId, channel: Channel) -> None:
         previous = self._links.get(receiver)
         if previous is not None:
             previous.fail(TransportError(f"receiver {receiver} linked up twice"))
@@ -287,11 +240,6 @@ class ShmSender:
 
     def _segments(self) -> list[Segment]:
         return [self._ring] if self._ring is not None else self._landing.segments
-
-    def _close_doorway(self) -> None:
-        if self._doorway is not None:
-            self._doorway.close()
-            self._doorway = None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -336,17 +284,13 @@ class ShmSender:
             self._landing.released()
         elif message.kind is Kind.READY:
             link.ready.set()
-            awaited = self._awaited.get(link.receiver)
-            if awaited is not None:
-                awaited.set()
+            self._reception.ready(link.receiver)
 
     def _lost(self, link: _Link, error: TransportError) -> None:
         link.fail(TransportError(f"receiver {link.receiver}: {error}"))
         if self._links.get(link.receiver) is link:
             del self._links[link.receiver]
-        awaited = self._awaited.get(link.receiver)
-        if awaited is not None:
-            awaited.fail(error)
+        self._reception.fail(link.receiver, error)
         self._landing.released()
         self._on_lost(link.receiver, error)
 

@@ -24,7 +24,7 @@ from syncline.adapters.engines.vllm.rendezvous import Rendezvous
 from syncline.adapters.engines.vllm.serving import LeaderServing
 from syncline.adapters.engines.vllm.versions import interfaces
 from syncline.engine import TransferConfig
-from syncline.engine.errors import ConfigError, PushAborted, PushTimeout, TargetUnreachable
+from syncline.engine.errors import ConfigError, ProtocolError, PushAborted, PushTimeout, TargetUnreachable
 from syncline.engine.loader import Landed
 from syncline.scheduler.layout import Box, Tensor
 
@@ -66,6 +66,7 @@ class Recorder:
         self.asked: list[tuple[str, str, object]] = []
         self.main = MainThread()
         self.fail: dict[str, int] = {}
+        self.why = "no"
         self._answers = {"version": {"version": release}, "get_world_size": {"world_size": world_size}}
         self._runner: web.AppRunner | None = None
 
@@ -85,9 +86,10 @@ class Recorder:
     async def _handle(self, request: web.Request) -> web.Response:
         path = request.match_info["path"]
         body = await request.json() if request.can_read_body else None
-        self.asked.append((path, request.query_string, body))
+        if path != "is_paused":  # a question, which changes nothing
+            self.asked.append((path, request.query_string, body))
         if path in self.fail:
-            return web.json_response({"error": "no"}, status=self.fail[path])
+            return web.json_response({"error": self.why}, status=self.fail[path])
         if path in {"start_weight_update", "finish_weight_update"}:
             self.main.updating = path.startswith("start")  # as the backend does it in the worker
         if path == "update_weights":
@@ -150,6 +152,7 @@ async def test_a_push_as_the_endpoints_see_it(release, caching) -> None:
     assert recorder.paths == [
         f"pause?mode=keep&clear_cache={'true' if caching else 'false'}",
         *(["reset_prefix_cache?reset_running_requests=true"] if caching else []),
+        *(["update_weight_version"] if takes_version else []),  # the weights are none from here on
         "start_weight_update",
         "update_weights",
         "finish_weight_update",
@@ -197,8 +200,8 @@ async def test_a_push_that_is_given_up_leaves_the_server_paused_and_the_next_one
             await asyncio.to_thread(loader.begin, 5)
             await serving.fence("a bucket was torn")
             assert recorder.paths == [
-                "pause?mode=wait&clear_cache=true", "start_weight_update", "update_weights", "finish_weight_update",
-                "pause?mode=abort&clear_cache=true",
+                "pause?mode=wait&clear_cache=true", "update_weight_version", "start_weight_update", "update_weights",
+                "finish_weight_update", "update_weight_version", "pause?mode=abort&clear_cache=true",
             ]  # fmt: skip
             assert recorder.body("finish_weight_update") == {}  # no version is named
         with pytest.raises(PushAborted):
@@ -218,7 +221,9 @@ async def test_an_update_that_was_left_open_is_ended_first() -> None:
         await asyncio.to_thread(serving.open_session, 1)
         await serving.fence("over")
         await serving.close()
-    assert recorder.paths[2:6] == ["finish_weight_update", "start_weight_update", "update_weights", "finish_weight_update"]
+    assert recorder.paths[2:7] == [
+        "finish_weight_update", "update_weight_version", "start_weight_update", "update_weights", "finish_weight_update"
+    ]  # fmt: skip
 
 
 async def test_a_server_that_does_not_resume_at_once_is_asked_again() -> None:
@@ -227,6 +232,7 @@ async def test_a_server_that_does_not_resume_at_once_is_asked_again() -> None:
         front = Front(url)
         await front.discover()
         serving = LeaderServing(front, recorder.main, prefix_caching=False)
+        await serving.pause("keep")
         recorder.fail["resume"] = 500
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
@@ -250,6 +256,17 @@ async def test_a_server_without_the_endpoints_says_what_is_missing() -> None:
     with pytest.raises(TargetUnreachable):
         await target.locate(TransferConfig(connect_timeout_s=5))
     await target.close()
+
+
+async def test_a_server_without_the_backend_says_which_flag_it_needs() -> None:
+    recorder = Recorder("0.32.0")
+    recorder.fail["init_weight_transfer_engine"] = 500
+    recorder.why = "Weight transfer not configured. Please set weight_transfer_config to enable weight transfer."  # vLLM's words
+    async with recorder as url:
+        target = VLLMTarget(url)
+        with pytest.raises(ProtocolError, match="start it with --weight-transfer-config"):
+            await target.locate(TransferConfig(connect_timeout_s=5))
+        await target.close()
 
 
 async def test_the_server_starts_its_receivers_and_they_say_where_they_are() -> None:
@@ -292,6 +309,8 @@ async def test_the_server_starts_its_receivers_and_they_say_where_they_are() -> 
         (VLLMTarget("http://127.0.0.1:8000"), {"landing": "mapped"}, "pointed at other memory"),
         (VLLMTarget("http://10.0.0.7:8000", control_port=9), {}, "no secret"),
         (VLLMTarget("http://10.0.0.7:8000", control_port=9, secret="s"), {}, "in the clear"),
+        (VLLMTarget("http://127.0.0.1:8000/v1"), {}, "has a path; name the server alone: http://127.0.0.1:8000"),
+        (VLLMTarget("http://127.0.0.1:8000", secret="s"), {}, "are for control_port, which is not set"),
         (VLLMTarget(object()), {}, "neither a url nor"),
     ],
 )

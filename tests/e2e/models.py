@@ -12,6 +12,7 @@ from torch import nn
 
 from syncline.adapters.engines.checkpoints import load_model
 from syncline.adapters.named_box import NamedBox, named_box
+from syncline.scheduler.formats import QuantRules
 
 FRACTIONS = 256
 _TINY = {
@@ -34,6 +35,8 @@ def build(spec: Mapping[str, Any]) -> nn.Module:
     kind = spec["kind"]
     if kind == "folder":
         return _from_folder(spec["folder"], getattr(torch, spec.get("dtype", "bfloat16")))
+    if kind == "quantized":
+        return _quantized(build(spec["of"]), spec["config"])
     if kind == "stamp":
         return StampNet(**{key: value for key, value in spec.items() if key != "kind"})
     return _tiny(kind, tied=spec["tied"], seed=spec["seed"])
@@ -59,6 +62,19 @@ def _tiny(kind: str, *, tied: bool, seed: int) -> nn.Module:
         config = LlamaConfig(**common)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def _quantized(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """The model as an FP8 engine holds it: codes and scales, for the weights that a ``quantization_config`` names. Empty."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for name, (shape, dtype) in QuantRules.from_config(config).wire(shapes).items():
+        owner, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        empty = torch.zeros(shape, dtype=getattr(torch, dtype))
+        if last == "weight":
+            owner.weight = nn.Parameter(empty, requires_grad=False)
+        else:
+            owner.register_buffer(last, empty)
+    return model
 
 
 class StampNet(nn.Module):

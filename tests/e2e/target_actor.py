@@ -134,6 +134,10 @@ class TargetActor(Actor):
             state[name] = full.detach().clone()
         save_file(state, out)
 
+    def do_save_state(self, out: str) -> None:
+        """Everything that this rank holds, as it is, into a file."""
+        save_file({name: _local(tensor).detach().clone() for name, tensor in self.model.state_dict().items()}, out)
+
     def do_checksum(self) -> dict[str, str]:
         """Digest of each live tensor, by name."""
         return {name: _digest(tensor) for name, tensor in self.model.state_dict().items()}

@@ -195,3 +195,56 @@ async def processes(nursery):
     yield start
     for rank in made:
         await rank.end()
+
+
+class Pair:
+    """A whole engine of one rank and targets of one rank each, in this process, over gloo: real pushes of a small model."""
+
+    def __init__(self, run_dir):
+        self._run_dir = run_dir
+        self._stack = contextlib.AsyncExitStack()
+        self.receivers = []
+        self.engine = None
+
+    async def start(self, *, targets=1, loader=None, observers=(), ranges=None, **config):
+        """Receivers and engine, connected. ``loader``: makes a target's loader of its model."""
+        import torch
+
+        from syncline.adapters.engines import ModuleLoader
+        from syncline.adapters.trainers import ModuleSource
+        from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
+
+        def model():
+            return torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+
+        make = loader or (lambda module: ModuleLoader(module, movable=False))
+        for number in range(targets):
+            address = f"unix:{self._run_dir}/target-{number}.sock"
+            receiver = Receiver(make(model()), address, observers=observers)
+            self._stack.push_async_callback(receiver.close)
+            await receiver.start()
+            self.receivers.append(receiver)
+        knobs = {"transport": "gloo", "max_tmp_bytes": "64KiB", "bucket_bytes": "16KiB", "push_timeout_s": 20.0, **config}
+        self.engine = TransferEngine(
+            source=ModuleSource(model()), targets=[RemoteTarget(receiver.address) for receiver in self.receivers],
+            config=TransferConfig(**knobs), observers=observers, ranges=ranges,
+        )  # fmt: skip
+        self._stack.push_async_callback(self.engine.close)
+        await self.engine.connect()
+        return self.engine
+
+    def wrap(self, stage, start):
+        """``start(inner, task)`` in the place of a stage's ``start``, from now on."""
+        stages = self.engine._session._wiring.driver._stages
+        inner = stages[stage].start
+        stages[stage] = type("Wrapped", (), {"start": staticmethod(lambda task: start(inner, task))})()
+
+    async def close(self):
+        await self._stack.aclose()
+
+
+@pytest.fixture
+async def pair(run_dir):
+    pair = Pair(run_dir)
+    yield pair
+    await pair.close()

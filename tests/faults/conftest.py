@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from syncline.adapters.engines import ModuleLoader
+from syncline.adapters.named_box import named_box
 from syncline.adapters.trainers import ModuleSource
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
 from syncline.engine.control_server import ControlServer
@@ -352,7 +353,8 @@ def kit():
     """Helpers that are plain functions and classes."""
     return SimpleNamespace(
         Bag=Bag, MeetingGroup=MeetingGroup, ShardSource=ShardSource, box_of=box_of, differing=differing, even=even,
-        poison=poison, poisoned=poisoned, row_shards=row_shards, same=same, stamped=stamped, until=until,
+        loader=ModuleLoader, named_box=named_box, poison=poison, poisoned=poisoned, row_shards=row_shards, same=same,
+        stamped=stamped, until=until,
     )  # fmt: skip
 
 

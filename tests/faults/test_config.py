@@ -39,6 +39,8 @@ BAD = [
     ({"route": "scenic"}, "route is 'scenic'; choose one of auto, gather, direct"),
     ({"landing": "mapped", "route": "direct"}, "route 'direct' has none"),
     ({"in_flight": "panic"}, "in_flight is 'panic'"),
+    ({"wire_format": "fp4"}, "wire_format: 'fp4' is no wire format"),
+    ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
     ({"landing": "mapped", "transport": "gloo"}, "landing 'mapped' needs shared memory"),
     ({"bind_host": "0.0.0.0"}, "beyond loopback and secret is not set"),
     ({"verify": "yes"}, "verify is 'yes'"),

@@ -330,14 +330,14 @@ async def test_tensors_on_a_device_that_no_stage_reaches_are_refused_by_name(sta
     model = kit.Bag(kit.poisoned({**whole, "missing": whole["b"]}))
     before = {name: t.clone() for name, t in model.state_dict().items()}
     sources = kit.row_shards(whole, 2)
-    sources[1].devices = {"a": "cuda:1", "b": "cuda:1"}
-    target = await start_target(Manifested(model, "cuda:0"))
+    sources[1].devices = {"a": "xpu:1", "b": "xpu:1"}
+    target = await start_target(Manifested(model, "xpu:0"))
     pusher = engines(sources, [target])
     results = await asyncio.gather(*(engine.connect() for engine in pusher.engines), return_exceptions=True)
     assert [type(result) for result in results] == [PlanError, PlanError]
     text = str(results[0])
-    assert "source rank 1 holds a, b on cuda:1; this version moves weights in CPU memory only" in text
-    assert "target 0 rank 0 holds a, b, c, missing on cuda:0" in text
+    assert "source rank 1 holds a, b on xpu:1; weights are moved in memory of the host and of CUDA devices only" in text
+    assert "target 0 rank 0 holds a, b, c, missing on xpu:0" in text
     assert "missing in the source" in text
     await untouched(target, model, before, kit, calls)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
+from syncline.scheduler.formats import Fp8Format, parse_format
 from syncline.scheduler.programs import Leaves
-from syncline.stages.formats import Fp8Format, parse_format
 from syncline.stages.kernels import reference
 from syncline.stages.kernels.views import Part, Piece, Quantized, View, matrices
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
@@ -39,11 +41,11 @@ PLACES = ["plain", "transposed", "with gaps", "a slice of rows"]
 
 
 def check(kernels, landings: list[Landed], nbytes: int) -> None:
+    """Out of a bucket, and every other segment from elsewhere; with digests, and only copied."""
     bucket = aligned(nbytes, kernels.device)
+    check_copies(kernels, landings, bucket)
     for backend in ("triton", "torch"):
-        for landing in landings:
-            for tensor in landing.places:
-                tensor.zero_()
+        clear(landings)
         recipe = kernels.land.LandingKernels(landings, kernels.device, backend=backend)
         digest, same = kernels.land.read_landed(kernels.land.land(bucket, recipe))
         expected = 0
@@ -54,6 +56,35 @@ def check(kernels, landings: list[Landed], nbytes: int) -> None:
             expected += digest_view(landing.places[0].cpu(), landing.leaves)
         assert digest == expected % 2**128, backend
         assert same
+
+
+def clear(landings: list[Landed]) -> None:
+    for landing in landings:
+        for tensor in landing.places:
+            tensor.zero_()
+
+
+def check_copies(kernels, landings: list[Landed], bucket: torch.Tensor) -> None:
+    """Without digests, and with some segments read from elsewhere: then the bucket has nothing of them."""
+    mixed, rest = [], bucket.clone()
+    for number, one in enumerate(landings):
+        content = slice(one.offset, one.offset + (one.places[0].nbytes if one.places else 0))
+        elsewhere = bucket[content].clone() if number % 2 == 0 else None
+        mixed.append(dataclasses.replace(one, elsewhere=elsewhere))
+        if elsewhere is not None:
+            rest[content] = 0x5A
+    room = aligned(bucket.numel(), kernels.device)
+    room.copy_(rest)
+    for verify in (True, False):
+        clear(landings)
+        recipe = kernels.land.LandingKernels(mixed, kernels.device, verify=verify, backend="triton")
+        digest, same = kernels.land.read_landed(kernels.land.land(room, recipe))
+        for one in landings:
+            for tensor in one.places:
+                content = bucket[one.offset : one.offset + tensor.nbytes]
+                assert torch.equal(tensor.contiguous().view(-1).view(torch.uint8), content), verify
+        expected = sum(digest_view(one.places[0].cpu(), one.leaves) for one in landings) if verify else 0
+        assert (digest, same) == (expected % 2**128, True)
 
 
 @given(data=st.data())

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from syncline.scheduler.formats import Fp8Format
 from syncline.scheduler.programs import Leaves
-from syncline.stages.formats import Fp8Format
 from syncline.stages.kernels import reference
 from syncline.stages.kernels.views import Part, Piece, Quantized, View
 

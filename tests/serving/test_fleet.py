@@ -13,7 +13,6 @@ from syncline.adapters.engines.http_errors import secret_guard
 from syncline.adapters.engines.module import ModuleLoader
 from syncline.adapters.engines.server import GenerationServer
 from syncline.engine import Receiver
-from syncline.engine.errors import ConfigError
 
 
 @pytest.fixture
@@ -96,10 +95,13 @@ SGLANG = {"/model_info": (200, {"weight_version": "3"}), "/ready": (200, {})}
         (VLLM | {"/is_paused": (200, {"is_paused": True})}, "vllm", "PAUSED", 3),
         (VLLM | {"/weight_info": (200, {"weight_version": "default"})}, "vllm", "COMMITTED", "default"),
         ({"/is_paused": (200, {"is_paused": False})}, "vllm", "COMMITTED", None),
+        (VLLM | {"/weight_info": (200, {"weight_version": "syncline-unfinished"})}, "vllm", "FENCED", None),
+        (VLLM | {"/weight_info": (200, {"weight_version": "syncline-unfinished@update"})}, "vllm", "UPDATING", None),
         (SGLANG, "sglang", "COMMITTED", 3),
         (SGLANG | {"/ready": (503, {})}, "sglang", "PAUSED", 3),
         ({"/model_info": SGLANG["/model_info"]}, "sglang", "COMMITTED", 3),
         (SGLANG | {"/model_info": (200, {"weight_version": "syncline-unfinished"})}, "sglang", "FENCED", None),
+        (SGLANG | {"/model_info": (200, {"weight_version": "syncline-unfinished@me.1"})}, "sglang", "UPDATING", None),
         ({}, "unknown", "UNREACHABLE", None),
         ({"/status": (200, ["no object"])}, "unknown", "UNREACHABLE", None),
     ],
@@ -127,10 +129,12 @@ async def test_all_are_asked_at_once_and_the_silent_ones_end_by_the_deadline(gen
     await server.wait_closed()
 
 
-async def test_addresses_that_are_none_are_listed():
-    with pytest.raises(ConfigError) as caught:
-        await states(["http://h:1", "h:1", "unix:relative"])
-    assert len(caught.value.problems) == 2
+async def test_addresses_that_are_none_keep_nobody_from_being_asked(generation):
+    url, _ = await generation(version=4)
+    one, *others = await states([url, "h:1", "unix:relative"])
+    assert (one.state, one.version) == ("COMMITTED", 4)
+    assert [other.state for other in others] == ["UNREACHABLE"] * 2
+    assert all("is none of" in other.message for other in others)
 
 
 async def test_nobody_asked():

@@ -10,10 +10,14 @@ import sys
 
 import aiohttp
 import pytest
+import torch
 import tyro
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from syncline.adapters.engines.byte_tokenizer import ByteTokenizer
+from syncline.adapters.trainers import ModuleSource
 from syncline.bench.serve import ServeOptions
+from syncline.engine import RemoteTarget, TransferEngine
 from syncline.engine.errors import ConfigError
 
 RUN = "import sys, tyro; from syncline.bench.serve import ServeOptions, main; sys.exit(main(tyro.cli(ServeOptions)))"
@@ -93,3 +97,28 @@ async def test_it_serves_and_ends_gracefully(started, tmp_path):
         assert await process.wait() == 0
     assert not ready.exists()
     assert not (tmp_path / "control.sock").exists()
+
+
+async def test_its_metrics_can_be_scraped(started, tmp_path, tiny):
+    """Before a push into it, and after."""
+    process, addresses, _ = await started("--initial-version", "4", "--metrics-port", "0")
+    control = addresses["control"]
+    assert await metric(addresses["metrics"], f'syncline_receiver_version{{receiver="{control}"}}') == 4.0
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    source = ModuleSource(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    async with TransferEngine(source=source, targets=[RemoteTarget(control)]) as engine:
+        report = await engine.push(5)
+    assert report.ok, str(report)
+    async with asyncio.timeout(20):
+        while await metric(addresses["metrics"], f'syncline_receiver_bytes_total{{receiver="{control}"}}') != report.bytes:
+            await asyncio.sleep(0.01)
+    assert await metric(addresses["metrics"], f'syncline_receiver_version{{receiver="{control}"}}') == 5.0
+    process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(30):
+        assert await process.wait() == 0
+
+
+async def metric(url: str, name: str) -> float | None:
+    async with aiohttp.ClientSession() as client, client.get(url) as response:
+        lines = (await response.text()).splitlines()
+    return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), None)

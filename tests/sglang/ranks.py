@@ -71,24 +71,24 @@ class Rank:
             "pause_s": target.pause_s,
         }
 
-    async def do_kill_at(self, point: str, nth: int) -> None:
-        """Kill this process before the ``nth`` bucket: where it is sent, or where it is handed on to SGLang."""
+    async def do_kill_at(self, point: str, nth: int, signal: int = signal.SIGKILL) -> None:
+        """Kill (or stop) this process before the ``nth`` bucket: where it is sent, or where it is handed on to SGLang."""
         kind: Any = {"send": SendStage, "hand on": DistributedWay}[point]
         name = {"send": "start", "hand on": "send"}[point]
-        setattr(kind, name, _killing(getattr(kind, name), nth))
+        setattr(kind, name, _killing(getattr(kind, name), nth, signal))
 
     async def do_close(self) -> None:
         await self.engine.close()
 
 
-def _killing(function: Callable[..., Any], nth: int) -> Callable[..., Any]:
+def _killing(function: Callable[..., Any], nth: int, how: int) -> Callable[..., Any]:
     calls = 0
 
     def killing(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
         return function(*args, **options)
 
     return killing

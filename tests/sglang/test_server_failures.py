@@ -43,7 +43,7 @@ async def answers_nothing(server) -> asyncio.Task:
     """A request that waits; returned so that the healing can be seen to answer it."""
     request = asyncio.create_task(server.generate(PROMPT, 12))
     status, info = await server.call("GET", "model_info")
-    assert (status, info["weight_version"]) == (200, "syncline-unfinished")
+    assert status == 200 and info["weight_version"].startswith("syncline-unfinished")
     done, _ = await asyncio.wait({request}, timeout=1.0)
     assert not done
     return request

@@ -23,18 +23,25 @@ PEER = Path(__file__).with_name("peer.py")
 PATIENCE_S = 60.0
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("syncline_tests_peer", PEER)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def _load(name: str, path: Path) -> ModuleType:
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 @pytest.fixture(scope="session")
-def peer() -> ModuleType:
+def standins() -> ModuleType:
+    """The module with what stands for CUDA where there is no GPU."""
+    return _load("standins", PEER.with_name("standins.py"))
+
+
+@pytest.fixture(scope="session")
+def peer(standins: ModuleType) -> ModuleType:
     """The module with `SourceRank`, `TargetRank`, `make_spec` and the reference."""
-    return sys.modules.get("syncline_tests_peer") or _load()
+    return _load("syncline_tests_peer", PEER)
 
 
 @pytest.fixture

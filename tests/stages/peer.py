@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from standins import Fabric, SharedMemoryIpc
 
 from syncline.scheduler.driver import Driver, Limits, TaskSpec
 from syncline.scheduler.layout import Box, Buffer, Manifest, Piece, Tensor
@@ -24,20 +26,30 @@ from syncline.stages.assembly import LandingCopies
 from syncline.stages.barrier import GroupBarrier
 from syncline.stages.buffers import BufferPool
 from syncline.stages.communicator import Communicator, Rendezvous
-from syncline.stages.completions import TaskScope
+from syncline.stages.completions import Signal, TaskScope
+from syncline.stages.cudart import CudaIpc
 from syncline.stages.digest import add_digests, digest_bucket
+from syncline.stages.errors import TransportError
 from syncline.stages.h2d import H2DStage
+from syncline.stages.nccl import CudaNccl
+from syncline.stages.nccl_communicator import Issuer
 from syncline.stages.prepare import PrepareStage
 from syncline.stages.recipes import build_recipes
 from syncline.stages.send import SendStage
 from syncline.stages.task_memory import TaskMemory, private_capacity
+from syncline.stages.transports.cuda_ipc import CudaIpcSender
+from syncline.stages.transports.cuda_ipc_receiver import CudaIpcHalf
 from syncline.stages.transports.gloo import GlooHalf, GlooSender
+from syncline.stages.transports.nccl import NcclNetwork, plan_order
 from syncline.stages.transports.shm import ShmSender
 from syncline.stages.transports.shm_receiver import ShmHalf
+from syncline.stages.transports.two_sided import TwoSidedSender
+from syncline.stages.transports.two_sided_receiver import TwoSidedHalf
 from syncline.stages.workers import Workers
 
 LOOPBACK = "127.0.0.1"
 LARGE_S = 30.0
+FABRIC = Fabric()
 DTYPES = ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn", "int16")
 
 
@@ -61,8 +73,12 @@ def make_spec(
     cast: bool = False,
     files: bool = False,
     shapes: list[list[int]] | None = None,
+    device: str = "",
 ) -> dict[str, Any]:
-    """A transfer as plain data; everything else follows from it, alike in every process. ``targets``: ranks of each."""
+    """A transfer as plain data; everything else follows from it, alike in every process. ``targets``: ranks of each.
+
+    ``device``: buckets pass through memory of that device (``cuda``), while weights stay where they are.
+    """
     random = np.random.default_rng(seed)
     if shapes is None:
         shapes = []
@@ -76,7 +92,7 @@ def make_spec(
     return {
         "seed": seed, "transport": transport, "landing": landing, "sources": sources, "targets": list(targets),
         "shapes": shapes, "dtypes": dtypes, "bucket_bytes": bucket_bytes, "watermark": watermark, "verify": verify,
-        "leaf_bytes": leaf_bytes, "route": route, "cast": cast, "files": files,
+        "leaf_bytes": leaf_bytes, "route": route, "cast": cast, "files": files, "device": device,
     }  # fmt: skip
 
 
@@ -216,6 +232,8 @@ class SourceRank:
         self.scope = TaskScope()
         self.communicator: Communicator | None = None
         self.sender = self._make_sender(directory)
+        if spec["device"]:
+            self.sender = Uploading(self.sender, spec["device"], self.scope)
         files = [i for i, buffer in enumerate(self.manifest.buffers) if buffer.kind == "file"]
         recipes = build_recipes(self.program, self.buffers, files)
         capacity = private_capacity(
@@ -251,9 +269,22 @@ class SourceRank:
             drop_target=lambda _target, _at: None,
         )
 
-    def _make_sender(self, directory: str | None) -> ShmSender | GlooSender:
+    def _make_sender(self, directory: str | None) -> Any:
         if self.spec["transport"] == "gloo":
             return GlooSender(landing=self.spec["landing"], bind_host=LOOPBACK, on_lost=self._lost)
+        if self.spec["transport"] == "nccl":
+            self.issuer = Issuer(nccl_runtime(self.spec))
+            return TwoSidedSender(
+                network=NcclNetwork(self.issuer, torch.device(self.spec["device"] or "cpu")), landing=self.spec["landing"],
+                bind_host=LOOPBACK,
+                on_lost=self._lost,
+            )  # fmt: skip
+        if self.spec["transport"] == "cuda_ipc":
+            self.runtime = ipc_runtime(self.spec)
+            return CudaIpcSender(
+                program=self.program, landing=self.spec["landing"], ring_nbytes=self.spec["watermark"], runtime=self.runtime,
+                workers=self.workers, on_lost=self._lost, directory=Path(directory) if directory else None,
+            )  # fmt: skip
         return ShmSender(
             program=self.program, landing=self.spec["landing"], ring_nbytes=self.spec["watermark"], workers=self.workers,
             on_lost=self._lost, directory=Path(directory) if directory else None,
@@ -289,6 +320,9 @@ class SourceRank:
         live = [receiver for receiver in self.mine if receiver in self.sender.linked]
         late = await self.sender.begin(push_id, timeout_s=timeout_s, lease_timeout_s=lease_timeout_s)
         live = [receiver for receiver in live if receiver not in late]
+        if self.spec["transport"] == "nccl":
+            ranks = {target: range(count) for target, count in enumerate(self.spec["targets"])}
+            self.issuer.expect(plan_order(self.program, ranks, live, gather=False))
         self.errors = {}
         if self.communicator is not None:
             self.communicator.set_deadline(timeout_s)
@@ -329,6 +363,64 @@ class SourceRank:
         await self.scope.join(5.0)
         self.pool.close()
         self.workers.close()
+
+
+def nccl_runtime(spec: dict[str, Any]) -> Any:
+    """NCCL where there is a device, else what stands for it."""
+    if spec["device"] != "cuda":
+        return FABRIC.runtime()
+    os.environ |= {"NCCL_HOSTID": f"peer-{os.getpid()}", "NCCL_SOCKET_IFNAME": "lo"}  # several ranks on one GPU
+    return CudaNccl(torch.device("cuda"))
+
+
+def ipc_runtime(spec: dict[str, Any]) -> Any:
+    """CUDA IPC where there is a device, else what stands for it."""
+    return CudaIpc(torch.device("cuda")) if spec["device"] == "cuda" else SharedMemoryIpc()
+
+
+class Uploading:
+    """A sender for stages on the CPU: each bucket is copied to memory of a device, and sent from there."""
+
+    in_place = False
+    lends = False
+
+    def __init__(self, sender: Any, device: str, scope: TaskScope) -> None:
+        self._sender, self._device, self._scope = sender, torch.device(device), scope
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sender, name)
+
+    def send(self, task: Any, bucket: torch.Tensor, receivers: Any, lent: Any = None) -> dict[ReceiverId, Any]:
+        signals: dict[ReceiverId, Signal[None]] = {receiver: Signal() for receiver in receivers}
+        self._scope.start(self._send(task, bucket, signals))
+        return dict(signals)
+
+    async def _send(self, task: Any, bucket: torch.Tensor, signals: dict[ReceiverId, Signal[None]]) -> None:
+        loan, memory = None, torch.empty(task.nbytes, dtype=torch.uint8, device=self._device)
+        try:
+            if self._sender.in_place:
+                loan = await self._sender.claim(task)
+                memory = loan.memory
+            await asyncio.to_thread(self._upload, memory, bucket)
+            sent = self._sender.send(task, memory, list(signals))
+        except TransportError as error:
+            sent = dict.fromkeys(signals, error)
+        for receiver, completion in sent.items():
+            try:
+                if isinstance(completion, TransportError):
+                    raise completion
+                if completion is not None:
+                    await completion
+                signals[receiver].set()
+            except TransportError as error:
+                signals[receiver].fail(error)
+        if loan is not None:
+            loan.release()
+
+    def _upload(self, memory: torch.Tensor, bucket: torch.Tensor) -> None:
+        memory.copy_(bucket)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 class _Held:
@@ -372,6 +464,7 @@ class TargetRank:
         self.buffers = make_buffers(self.manifest)
         self.copies = {task.index: LandingCopies(task, self.buffers) for task in self.program.tasks}
         self.workers = Workers(1)
+        self.runtime: Any = None
         self.lease: Any = None
         self.served: dict[int, torch.Tensor] = {}
         self.buckets: dict[int, torch.Tensor] = {}
@@ -385,6 +478,17 @@ class TargetRank:
             await self.half.close()
         if self.spec["transport"] == "gloo":
             self.half = GlooHalf(program=self.program, landing=self.spec["landing"], bind_host=LOOPBACK, workers=self.workers)
+        elif self.spec["transport"] == "nccl":
+            self.half = TwoSidedHalf(
+                network=NcclNetwork(Issuer(nccl_runtime(self.spec)), torch.device(self.spec["device"] or "cpu")),
+                program=self.program,
+                landing=self.spec["landing"], workers=self.workers,
+            )  # fmt: skip
+        elif self.spec["transport"] == "cuda_ipc":
+            self.runtime = self.runtime or ipc_runtime(self.spec)
+            self.half = CudaIpcHalf(
+                program=self.program, landing=self.spec["landing"], runtime=self.runtime, workers=self.workers
+            )
         else:
             self.half = ShmHalf(program=self.program, landing=self.spec["landing"])
         await self.half.link(descriptors, timeout_s=timeout_s)
@@ -409,6 +513,7 @@ class TargetRank:
         return {"error": "", "digest": add_digests(parts)}
 
     async def _take(self, task: TargetTask, bucket: torch.Tensor) -> int:
+        bucket = bucket.cpu()
         copies = self.copies[task.index]
         if not self.half.persistent:
             if self.spec["verify"]:

@@ -313,7 +313,7 @@ async def test_a_dead_owners_doorway_is_swept(tmp_path):
 async def test_the_doorway_is_private_and_short_lived(world):
     one = await world(connect=False, seed=8, transport="shm", landing="staged")
     await one.sources[0].sender.offer(list(one.targets))
-    home = Path(one.sources[0].sender._doorway.path).parent
+    home = Path(one.sources[0].sender._reception._doorway.path).parent
     assert home.stat().st_mode & 0o777 == 0o700
     await one.connect()
     assert not home.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import signal
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ import uvloop
 
 from syncline.stages.errors import TransportError
 
-SUPPORTED = [("shm", "streamed"), ("shm", "staged"), ("shm", "mapped"), ("gloo", "streamed"), ("gloo", "staged")]
+SUPPORTED = [
+    ("shm", "streamed"), ("shm", "staged"), ("shm", "mapped"), ("gloo", "streamed"), ("gloo", "staged"),
+    # Over what stands for CUDA (`standins`): the logic of these transports. CUDA itself: tests/cuda.
+    ("cuda_ipc", "streamed"), ("cuda_ipc", "staged"), ("nccl", "streamed"), ("nccl", "staged"),
+]  # fmt: skip
 each_transport = pytest.mark.parametrize(("transport", "landing"), SUPPORTED)
 
 
@@ -176,7 +181,7 @@ async def test_two_pushes_back_to_back(world, transport, landing):
     await one.push(1)
     source.fill(2)
     begun = asyncio.create_task(source.push("next"))
-    if transport == "gloo":
+    if transport in {"gloo", "nccl"}:
         await target.half.begin("next", timeout_s=30)
     else:
         await asyncio.sleep(0)
@@ -297,3 +302,53 @@ async def test_an_empty_bucket_arrives(world, transport, landing):
     target.half.release(program.tasks[0])
     if sent[receiver] is not None:
         await sent[receiver]
+
+
+# --------------------------------------------------------------------------------------- device memory, between processes
+
+DEVICES = [
+    pytest.param("cpu", id="standin"),
+    pytest.param(
+        "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")], id="cuda"
+    ),
+]
+each_device = pytest.mark.parametrize("device", DEVICES)
+on_device = pytest.mark.parametrize(
+    ("transport", "landing"), [(t, m) for t in ("cuda_ipc", "nccl") for m in ("streamed", "staged")]
+)
+
+
+def skip_nccl_standin(transport, device):
+    if transport == "nccl" and device == "cpu":
+        pytest.skip("what stands for NCCL works within one process only")
+
+
+@on_device
+@each_device
+@pytest.mark.parametrize("seed", range(3))
+async def test_contents_arrive_through_device_memory(processes, transport, landing, device, seed):
+    skip_nccl_standin(transport, device)
+    one = await processes(
+        seed=seed, transport=transport, landing=landing, sources=1 + seed % 2, targets=[[1], [2], [1, 2]][seed], device=device
+    )
+    for version in (1, 2, 3):
+        await one.push(version)
+
+
+@on_device
+@each_device
+async def test_a_killed_receiver_of_device_memory_is_given_up_and_comes_back(processes, transport, landing, device):
+    skip_nccl_standin(transport, device)
+    one = await processes(seed=6, transport=transport, landing=landing, targets=[1, 1], device=device)
+    gone, stays = one.receivers
+    await one.push(1)
+    one.targets[gone].signal(signal.SIGKILL)
+    await one.sources[0].drop(receivers=[gone])
+    push_id = await one.begin(2, [stays])
+    sent, got = await asyncio.gather(one.sources[0].push(push_id=push_id), one.targets[stays].receive())
+    assert one.agrees(stays, [sent], got)
+    await one.targets[stays].commit()
+    await one.sources[0].end(committed=[stays])
+    await one.restart(gone)
+    await one.connect([gone])
+    await one.push(3)

@@ -207,6 +207,11 @@ class Server:
             found: dict[str, Any] = json.loads(text) if text else {}
             return found
 
+    async def refused(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        """What one of its endpoints answers, however it does."""
+        async with aiohttp.ClientSession() as session, session.request(method, f"{self.url}/{path}", json=body) as response:
+            return response.status, await response.text()
+
     async def gauge(self, name: str) -> float:
         """A figure of its metrics, added up."""
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as response:

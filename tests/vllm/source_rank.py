@@ -47,9 +47,9 @@ class Rank:
         def faulty(stage: SendStage, task: int) -> Any:
             self.sent += 1
             what, at = self.fault
-            if what in {"kill", "corrupt"} and self.sent == at:
-                if what == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if what in {"kill", "stop", "corrupt"} and self.sent == at:
+                if what != "corrupt":
+                    os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
                 bucket = stage._memory.bucket((stage._push, task))
                 bucket[bucket.numel() // 2] ^= 0xFF
                 self.fault = ("", 0)

@@ -5,9 +5,13 @@ Old version or fenced, as the landing mode says; the server says so itself, and 
 
 from __future__ import annotations
 
+import asyncio
+import signal
+
 import pytest
 
 from syncline.adapters.engines import VLLMTarget
+from syncline.adapters.engines.fleet import states
 from syncline.engine.errors import LoaderError, ProtocolError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -50,6 +54,12 @@ class Life:
         status = await self.server.settled()
         assert status.state == "FENCED" and status.message
         assert await self.server.is_paused()
+        (found,) = await states([self.server.url], timeout_s=20)
+        assert (found.kind, found.state, found.version) == ("vllm", "FENCED", None), found
+        assert await self.server.says_nothing()
+        code, text = await self.server.refused("POST", "resume")  # whoever asks
+        assert code == 500 and "syncline has fenced this engine" in text
+        assert await self.server.is_paused()
         assert await self.server.says_nothing()
 
     async def after(self, landing: str, version: int) -> None:
@@ -86,6 +96,45 @@ async def test_killed_source(life, source_ranks, landing) -> None:
         await source.call("push", version=version + 1)
     await life.after(landing, version)
     await life.push_well()
+
+
+@pytest.mark.parametrize("landing", LANDINGS)
+async def test_a_stopped_source_keeps_the_server_paused_until_its_deadline_only(life, source_ranks, landing) -> None:
+    version = await life.push_well()
+    source = source_ranks(1)
+    await source.call("load", model=str(life.model.folder), seed=7)
+    await source.call("connect", urls=[life.server.url], config={**SMALL, "push_timeout_s": 6.0, "landing": landing})
+    await source.call("arm", what="stop", at=4)
+    pushing = asyncio.create_task(source.call("push", version=version + 1))
+    if landing == "streamed":
+        async with asyncio.timeout(30):
+            while not await life.server.is_paused():
+                await asyncio.sleep(0.02)
+    async with asyncio.timeout(6.0 + 9.0):  # the deadline, and the grace that docs/engines.md states
+        while (await life.server.status()).state == "UPDATING":
+            await asyncio.sleep(0.05)
+    await life.after(landing, version)
+    source.ranks[0].process.send_signal(signal.SIGKILL)
+    with pytest.raises(ConnectionError):
+        await pushing
+    await life.push_well()
+
+
+@pytest.mark.parametrize("landing", LANDINGS)
+async def test_a_pause_of_others_is_left_alone(life, source, well, landing) -> None:
+    """An operator's pause lasts until the operator resumes; so does one that somebody else tries to end during a push."""
+    version = await life.push_well()
+    await life.server.call("POST", "pause", mode="keep")
+    engine = await source(life.model.model(version + 1), life.server, landing=landing, **SMALL)
+    well(await engine.push(version + 1))
+    assert await life.server.is_paused()
+    (found,) = await states([life.server.url], timeout_s=20)
+    assert (found.state, found.version) == ("PAUSED", version + 1)
+    await life.server.call("POST", "resume")
+    await life.holds(version + 1)
+    await engine.close()
+    await life.push_well()
+    assert not await life.server.is_paused()
 
 
 @pytest.mark.parametrize("delay_ms", [1, 60])

@@ -110,6 +110,7 @@ class SGLangFront:
 
     async def info(self) -> ServerInfo:
         """What the server is. Raises `ConfigError` for a version that is not supported."""
+        await self.weight_version()  # only SGLang says it there; others may think about /server_info for long
         server = await self._get("server_info")
         return ServerInfo(
             dialect=dialect_of(str(server.get("version", ""))),

@@ -8,13 +8,13 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from syncline.engine.errors import LoaderError, TargetLost
+from syncline.engine.errors import LoaderError
 from syncline.engine.loader import Landed
 from syncline.scheduler.layout import Layout, Manifest
 
 from .buckets import Assembly, Bucket, plan_buckets
 from .front import CacheNotFlushed, Selector, SGLangFront
-from .serving import UNFINISHED, ServerState, SGLangServing
+from .serving import ServerState, SGLangServing
 from .ways import Way
 
 T = TypeVar("T")
@@ -56,6 +56,7 @@ class SGLangLoader:
 
         Raises:
             TargetLost: the server that answers is not the one that this loader was made for, or another one has updated it.
+            BusyError: another one is updating it.
         """
         self._ask(self._check())
         if self._manifest is None:
@@ -106,32 +107,30 @@ class SGLangLoader:
     # on the event loop
 
     async def _check(self) -> None:
-        expected = self._state.weight_version
         said = await self._front.weight_version()
-        if expected is not None and said != expected:
-            raise TargetLost(
-                f"{self._front.url} says weight version {said!r}, where {expected!r} was left: it was started anew, or another "
-                "process has updated it"
-            )
+        if not self._serving.hold.held:
+            self._serving.hold.look(said)
+            self._serving.expect(said)
 
     async def _begin(self) -> None:
         if "weights" in self._state.released:
             raise LoaderError(
                 f"{self._front.url} has released the memory of its weights; call resume_memory(['weights']) first"
             )
+        await self._serving.hold.confirm()
         self._state.weight_version = None
-        await self._front.set_weight_version(UNFINISHED)
         async with _Dropping(self._way):
             await self._way.begin(self._state.info, self._selector)
 
     async def _send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
         async with _Dropping(self._way):
             try:
-                await self._way.send(bucket, data, version)
+                await self._way.send(bucket, data, version or self._serving.hold.mark())
             except CacheNotFlushed:
                 pass  # it is loaded, and the cache is dropped at the end
 
     async def _finish(self, last: tuple[Bucket, torch.Tensor], version: str) -> None:
+        await self._serving.hold.confirm()
         await self._send(*last, version)
         async with _Dropping(self._way):
             try:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from syncline.engine.errors import LoaderError
+from syncline.engine.errors import BusyError, LoaderError, TargetLost
 from syncline.engine.messages import InFlight
 
+from ..unfinished import UNFINISHED
 from .front import MemoryTag, PauseMode, ServerInfo, SGLangFront
+from .hold import Hold
+
+__all__ = ["UNFINISHED", "SGLangServing", "ServerState"]
 
 log = logging.getLogger("syncline.engine")
-
-UNFINISHED = "syncline-unfinished"
-"""What a server is made to say as its weights' version while they are none: changed in part, or released.
-
-It is kept at the server, so that whoever comes next, perhaps after a crash of this process, does not let it serve.
-"""
 
 _ABORTED_S = 5.0
 
@@ -52,17 +50,48 @@ class SGLangServing:
     ``drain``    are answered first; those that come meanwhile wait
     ===========  ==============================================================================================
 
-    Requests that come to a paused server wait until it is resumed.
+    Requests that come to a paused server wait until it is resumed. From `pause` until `resume` or `fence` has been done the
+    server is held; what is not held is another one's, and left alone.
     """
 
-    def __init__(self, front: SGLangFront, state: ServerState) -> None:
-        self._front, self._state = front, state
+    def __init__(self, front: SGLangFront, state: ServerState, hold: Hold) -> None:
+        self._front, self._state, self.hold = front, state, hold
 
     async def pause(self, in_flight: InFlight) -> None:
-        """No forward pass runs and none will start."""
+        """Take the server; no forward pass runs and none will start.
+
+        Raises:
+            BusyError: another stand-in is changing it.
+            TargetLost: it is not as it was left: another stand-in has changed it.
+        """
+        self.expect(await self.hold.take())
+        await self.halt(in_flight)
+        mark = self.hold.mark()
+        await self._front.set_weight_version(mark)  # returns when the scheduler has seen the pause, too
+        if (said := await self._front.weight_version()) != mark:
+            self._let_go()
+            raise BusyError(f"{self._front.url} says weight version {said!r}, not our mark: another source updates it, too")
+
+    def expect(self, said: str) -> None:
+        """Let go of the server and raise `TargetLost` if it is not as it was left."""
+        if self._is_as_left(said):
+            return
+        self._let_go()
+        raise TargetLost(
+            f"{self._front.url} says weight version {said!r}, where {self._state.weight_version!r} was left: it was started "
+            "anew, or another source has updated it; the next push starts from what it holds now"
+        )
+
+    def _is_as_left(self, said: str) -> bool:
+        expected = self._state.weight_version
+        return expected is None or said == expected or self.hold.is_mine(said)
+
+    async def halt(self, in_flight: InFlight) -> None:
+        """Pause the server that is held, and do not say so at the server."""
         if self._state.paused is not None:
+            await self._pause("retract")  # again: somebody may have resumed it meanwhile
             if in_flight == "abort":
-                await self._abort()
+                await self._front.abort_all()
             return
         if in_flight == "drain":
             await self._front.drain(self._state.info.dialect)
@@ -79,30 +108,57 @@ class SGLangServing:
         # The call returns before the scheduler has seen it; this one does not, and goes the same way.
         await self._front.set_weight_version(await self._front.weight_version())
 
-    async def _abort(self) -> None:
-        """End the requests of a server that is paused already."""
-        if self._state.paused == "in_place":
-            await self._pause("retract")
-        await self._front.abort_all()
-
     async def resume(self, version: int) -> None:
         """Generation goes on; not while memory is released, which has to be resumed first."""
         if self._state.released:
             return
-        await self._front.resume(self._state.info.dialect)
-        self._state.paused = None
-        # A health check that came during a long pause has failed, and the server counts as ill until one succeeds.
-        await self._front.recover()
+        if not self.hold.held:
+            log.warning("SGLang at %s is not resumed: another source holds it", self._front.url)
+            return
+        try:
+            await self._unmark()
+            await self._front.resume(self._state.info.dialect)
+            self._state.paused = None
+            # A health check that came during a long pause has failed, and the server counts as ill until one succeeds.
+            await self._front.recover()
+        finally:
+            self._let_go()
+
+    async def _unmark(self) -> None:
+        """Before it goes on: it is still ours, and says which weights it has."""
+        said, whole = await self._front.weight_version(), self._state.weight_version
+        if whole is not None and said == whole:
+            return
+        if whole is None or not self.hold.is_mine(said):
+            raise LoaderError(f"{self._front.url} says weight version {said!r}, not {whole!r}: it is not resumed")
+        await self._front.set_weight_version(whole)
 
     async def fence(self, reason: str) -> None:
         """Pause if that has not been done; requests that are being answered end with SGLang's own error."""
-        log.info("SGLang at %s is fenced: %s", self._front.url, reason)
-        if self._state.paused is None:
+        try:
+            said = await self.hold.take()
+        except BusyError as error:
+            log.warning("SGLang is not fenced (%s): %s", reason, error)
+            return
+        except BaseException:
+            self._let_go()  # it is marked, and does not answer: whoever comes next pushes all of it
+            raise
+        try:
+            if not self._is_as_left(said):
+                return  # another one's weights
+            log.info("SGLang at %s is fenced: %s", self._front.url, reason)
             await self._pause("retract")
-        await self._abort()
-        if self._state.weight_version is None:
-            await self._front.set_weight_version(UNFINISHED)
+            await self._front.abort_all()
+            if said != UNFINISHED:
+                await self._front.set_weight_version(UNFINISHED)
             self._state.weight_version = UNFINISHED
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Not while memory is released: nobody else knows of that."""
+        if not self._state.released:
+            self.hold.release()
 
     async def flush(self, version: int) -> None:
         """Drop the keys and values of running requests, too: they are read anew."""

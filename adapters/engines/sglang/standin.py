@@ -22,21 +22,25 @@ from typing import Any, Self
 
 from syncline.engine import Receiver
 from syncline.engine.config import parse_size
-from syncline.engine.errors import ClosedError, ConfigError, SynclineError, TargetUnreachable
+from syncline.engine.errors import BusyError, ClosedError, ConfigError, SynclineError, TargetUnreachable
 from syncline.engine.messages import State
 from syncline.scheduler.layout import Layout
 
 from ..checkpoint_manifest import checkpoint_tensors
+from ..unfinished import UNFINISHED
 from .front import MemoryTag, ServerInfo, SGLangFront
+from .hold import Hold
 from .loader import SGLangLoader
 from .options import SGLangOptions
-from .serving import UNFINISHED, ServerState, SGLangServing
+from .serving import ServerState, SGLangServing
 from .ways import DiskWay, DistributedWay, TensorWay, Way
 
 log = logging.getLogger("syncline.engine")
 
 _STARTING_S = 120.0
 _LOOK_AGAIN_S = 0.2
+_OTHERS_S = 5.0
+"""So long another one's update is waited for at the start."""
 _UNKNOWN = "unknown"
 """Digest of a version that somebody else has committed: nothing that is pushed under it counts as the same."""
 
@@ -87,6 +91,7 @@ class SGLangReceiver:
         self._way: Way | None = None
         self._layout: Layout | None = self.options.layout
         self._watch: asyncio.Task[None] | None = None
+        self._hold: Hold | None = None
         self._changing = asyncio.Lock()
         self._released: set[MemoryTag] = set()
         self._closed = False
@@ -98,6 +103,7 @@ class SGLangReceiver:
             TargetUnreachable: nothing answers at the URL.
             ConfigError: it is of a version, or run in a way, that cannot be updated; lists every problem.
             PlanError: the tensors of its model are not known.
+            BusyError: another source is updating it, and goes on with that.
         """
         if self._closed or self._watch is not None:
             raise ClosedError("this SGLangReceiver is closed; make a new one" if self._closed else "it runs already")
@@ -113,18 +119,27 @@ class SGLangReceiver:
         self._watch = asyncio.create_task(self._watch_it(), name="syncline-sglang-watch")
 
     async def _attach_when_up(self) -> None:
+        give_up = asyncio.get_running_loop().time() + _OTHERS_S
         while True:
-            with contextlib.suppress(_Starting):
+            try:
                 return await self.attach()
+            except _Starting:
+                pass
+            except BusyError:
+                if asyncio.get_running_loop().time() > give_up:
+                    raise
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def attach(self) -> None:
-        """Make sure that the receiver there is belongs to the server that answers now; make another one if it does not."""
+        """Make sure that the receiver there is belongs to the server that answers now; make another one if it does not.
+
+        Raises:
+            BusyError: another source is updating the server. Nothing has changed here.
+        """
         async with self._changing:
             if self._closed:
                 raise ClosedError("this SGLangReceiver is closed; make a new one")
             if self._receiver is None or not (self._busy() or await self._is_ours()):
-                await self._detach()
                 await self._attach()
 
     @property
@@ -159,6 +174,7 @@ class SGLangReceiver:
 
         Raises:
             ConfigError: it was started without ``--enable-memory-saver``; or a tag is released already.
+            BusyError: a push into it is under way.
         """
         problems = [] if self.info.memory_saver else ["the server was started without --enable-memory-saver"]
         problems += [f"{tag!r} is released already" for tag in tags if tag in self._released]
@@ -167,7 +183,10 @@ class SGLangReceiver:
         assert self._state is not None
         assert self._serving is not None
         async with self._changing:
-            await self._serving.pause("abort")
+            if self._busy():
+                raise BusyError(f"a push into {self.front.url} is under way; release its memory when that has ended")
+            self._serving.expect(await self._serving.hold.take())
+            await self._serving.halt("abort")
             await self._serving.drop_cache()
             await self.front.release_memory(tags)
             self._released |= set(tags)
@@ -190,6 +209,8 @@ class SGLangReceiver:
             serving = self._running().serving_version
             if serving is not None and self._serving is not None and not self._released:
                 await self._serving.resume(serving)
+            if not self._released and self._hold is not None and not self._busy():
+                self._hold.release()
 
     async def close(self) -> None:
         """Stop listening, in bounded time. The server goes on with what it serves; a fenced one stays paused."""
@@ -200,6 +221,8 @@ class SGLangReceiver:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         await self._detach()
+        if self._hold is not None:
+            self._hold.release()
         await self.front.close()
 
     async def __aenter__(self) -> Self:
@@ -216,10 +239,12 @@ class SGLangReceiver:
     async def _is_ours(self) -> bool:
         """Whether the server that answers is the one that the receiver was made for, unchanged by others."""
         assert self._state is not None
+        assert self._hold is not None
         expected = self._state.weight_version
         said = await self.front.weight_version()
         # A push may have begun, or ended, while the answer was under way: then it says nothing.
-        return said == expected or self._state.weight_version is None or self._state.weight_version != expected
+        now = self._state.weight_version
+        return said == expected or self._hold.is_mine(said) or now is None or now != expected
 
     async def _attach(self) -> None:
         info = await self.front.info()
@@ -228,13 +253,25 @@ class SGLangReceiver:
             raise ConfigError(problems)
         if self._layout is None:
             self._layout = await asyncio.to_thread(self._find_layout, info)
-        said = await self.front.weight_version()
+        if self._hold is None or self._hold.life != info.life:
+            if self._hold is not None:
+                self._hold.release()
+            self._hold = Hold(self.front, life=info.life, patience_s=self.options.timeout_s)
+        said = await self._hold.take()
+        try:
+            await self._detach()
+            await self._attach_held(info, self._hold, self._layout, said)
+        finally:
+            if not self._released:
+                self._hold.release()
+
+    async def _attach_held(self, info: ServerInfo, hold: Hold, layout: Layout, said: str) -> None:
         version = _held(said, info)
         if not _is_ours(said) and await self.front.is_starting():
             raise _Starting(f"{self.front.url} is still starting; try again later")
         held = said if version is not None else None
         self._state = state = ServerState(info=info, weight_version=held, released=self._released)
-        self._serving = serving = SGLangServing(self.front, state)
+        self._serving = serving = SGLangServing(self.front, state, hold)
         await self._settle(serving, version)
         self._way = way = self._make_way()
         receiver = Receiver(
@@ -243,7 +280,7 @@ class SGLangReceiver:
                 state=state,
                 serving=serving,
                 way=way,
-                layout=self._layout,
+                layout=layout,
                 bucket_bytes=self._bucket_bytes,
                 selector=self.options.selector,
                 loop=asyncio.get_running_loop(),
@@ -264,7 +301,7 @@ class SGLangReceiver:
         assert self._state is not None
         if version is None or self._state.weight_version != str(version):
             return
-        await serving.pause("keep")
+        await serving.halt("keep")
         await self.front.end(self._state.info.dialect, if_open=True)
         await serving.drop_cache()
 
@@ -279,7 +316,6 @@ class SGLangReceiver:
     async def _fence_anew(self) -> None:
         """The weights are gone: the receiver that believes in them goes, too."""
         await self.front.set_weight_version(UNFINISHED)
-        await self._detach()
         await self._attach()
 
     def _find_layout(self, info: ServerInfo) -> Layout:
@@ -309,6 +345,8 @@ class SGLangReceiver:
             await asyncio.sleep(self.options.watch_s)
             try:
                 await self.attach()
+            except BusyError as error:
+                log.debug("SGLang at %s: %s", self.front.url, error)
             except (SynclineError, ValueError, TypeError) as error:  # the latter: an answer that is none of SGLang's
                 log.debug("SGLang at %s: %s", self.front.url, error)
                 if self._receiver is not None and not self._busy():
@@ -323,12 +361,12 @@ class SGLangReceiver:
 
 def _is_ours(said: str) -> bool:
     """A weight version of the kind that stand-ins set."""
-    return said == UNFINISHED or (said.isascii() and said.isdigit())
+    return said.startswith(UNFINISHED) or (said.isascii() and said.isdigit())
 
 
 def _held(said: str, info: ServerInfo) -> int | None:
     """The version that a server holds whole, as far as it can be told from what it says."""
-    if said == UNFINISHED:
+    if said.startswith(UNFINISHED):
         return None
     if said.isascii() and said.isdigit():
         return int(said)

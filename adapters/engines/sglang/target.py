@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 
 from syncline.engine.config import TransferConfig
-from syncline.engine.errors import ConfigError
+from syncline.engine.errors import ConfigError, TargetUnreachable
 from syncline.engine.targets import LeaderAddress
 
 from .front import SGLangFront
@@ -61,7 +61,23 @@ class SGLangTarget:
         return problems
 
     async def locate(self, config: TransferConfig) -> LeaderAddress:
-        """Start the stand-in, or look whether the server is still the one that it was started for."""
+        """Start the stand-in, or look whether the server is still the one that it was started for.
+
+        Raises:
+            TargetUnreachable: no server is there, or it did not answer in time.
+            BusyError: another source is updating it.
+            ProtocolError, ConfigError: it is there and cannot be a target; says why.
+        """
+        timeout_s = 0.9 * config.connect_timeout_s  # whoever asks waits no longer than all of it, and knows less
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._locate(config)
+        except TimeoutError:
+            raise TargetUnreachable(
+                f"{self._url} did not answer as an SGLang server does within {timeout_s:.3g} s; is it one, and is it up?"
+            ) from None
+
+    async def _locate(self, config: TransferConfig) -> LeaderAddress:
         if self._standin is not None:
             await self._standin.attach()
             return LeaderAddress(self._standin.address)

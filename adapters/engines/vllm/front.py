@@ -19,6 +19,7 @@ from .versions import Interfaces, interfaces
 
 _MODES: dict[InFlight, Literal["wait", "abort", "keep"]] = {"drain": "wait", "abort": "abort", "keep": "keep"}
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1, without which vLLM does not offer its weight update endpoints"
+_NO_BACKEND = """start it with --weight-transfer-config '{"backend": "syncline"}', without which its workers take no pushes"""
 _SHOWN = 2000
 
 
@@ -62,6 +63,14 @@ class Front:
         query = {"mode": _MODES[in_flight], "clear_cache": "true" if clear_cache else "false"}
         await self._call("POST", "pause", query=query, timeout_s=timeout_s)
 
+    async def is_paused(self) -> bool | None:
+        """Whether anybody has paused it; None: it does not say."""
+        try:
+            said = (await self._call("GET", "is_paused")).get("is_paused")
+        except ProtocolError:
+            return None
+        return None if said is None else bool(said)
+
     async def resume(self) -> None:
         await self._call("POST", "resume")
 
@@ -95,8 +104,8 @@ class Front:
         """`finish` names the version, too."""
         return self._interfaces.finish_takes_version
 
-    async def name_version(self, version: int) -> None:
-        """Name the version that is served, where vLLM can be told (0.27 and later)."""
+    async def name_version(self, version: int | str) -> None:
+        """Name the version that is served, or that none is, where vLLM can be told (0.27 and later)."""
         if self._interfaces.finish_takes_version:
             await self._call("POST", "update_weight_version", {"new_version": str(version)})
 
@@ -125,12 +134,16 @@ class Front:
         except TimeoutError:
             raise TargetUnreachable(f"vLLM at {self.url} did not answer {path} within {timeout_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise TargetUnreachable(f"vLLM at {self.url} does not answer {path}: {error!r}") from error
+            raise TargetUnreachable(
+                f"vLLM at {self.url} does not answer {path}: {str(error) or type(error).__name__}; is it up?"
+            ) from error
         raise self._refusal(path, response.status, text)
 
     def _refusal(self, path: str, status: int, text: str) -> ControlError:
         if status in (404, 405):
             return ProtocolError(f"vLLM at {self.url} has no endpoint /{path}: {_DEV_MODE}")
+        if "weight transfer not configured" in text.lower() or "weight_transfer_config" in text:
+            return ProtocolError(f"vLLM at {self.url} has no weight transfer backend: {_NO_BACKEND}")
         return ProtocolError(f"vLLM at {self.url} answered /{path} with {status}: {text[:_SHOWN]}")
 
     def _open(self) -> aiohttp.ClientSession:

@@ -53,6 +53,8 @@ class MainThread:
         self._job: _Job | None = None
         self.updating = False
         """Between vLLM's ``start_weight_update`` and ``finish_weight_update``. Set by the backend."""
+        self.paused = False
+        """vLLM was paused by us and has not been resumed. Set by the leader rank; outlives its receiver."""
 
     def expect(self) -> None:
         """A push may need the main thread from now on."""

@@ -1,9 +1,10 @@
 """What vLLM loads of syncline by its entry points, which are all named ``syncline``.
 
-``vllm.general_plugins``: registers the backend, in every process of vLLM.
+``vllm.general_plugins``: registers the backend, in every process of vLLM. In the engine's own process it also sees to it that
+nobody resumes an engine whose weights are no whole version: `refuse_to_resume`.
 
 Where entry points are not loaded (``VLLM_PLUGINS`` names others), ``--worker-extension-cls
-syncline.adapters.engines.vllm.plugin.WorkerExtension`` does the same.
+syncline.adapters.engines.vllm.plugin.WorkerExtension`` registers the backend, too; not the latter.
 
 ``vllm.endpoint_plugins`` (0.32; loaded only with ``VLLM_PLUGINS=syncline``): a server with random weights is paused before it
 takes its first request. Without it such a server answers from them until a source has located it.
@@ -12,7 +13,10 @@ takes its first request. Without it such a server answers from them until a sour
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
+
+from ..unfinished import UNFINISHED
 
 BACKEND = "syncline"
 
@@ -27,6 +31,32 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "syncline.adapters.engines.vllm.backend", "SynclineWeightTransferEngine"
         )
+    refuse_to_resume()
+
+
+def refuse_to_resume() -> None:
+    """Have vLLM's engine raise when it is asked to resume while it says `UNFINISHED` as its weights' version (0.27 and later).
+
+    Where a release has nothing of the kind, it is left as it is.
+    """
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return
+    resume = getattr(EngineCore, "resume_scheduler", None)
+    if resume is None or getattr(resume, "of_syncline", False):
+        return
+
+    @functools.wraps(resume)
+    def guarded(core: Any) -> Any:
+        if str(getattr(core, "_weight_version", "")).startswith(UNFINISHED):
+            raise RuntimeError(
+                "syncline has fenced this engine: its weights are no whole version; it resumes with the next push"
+            )
+        return resume(core)
+
+    guarded.of_syncline = True  # type: ignore[attr-defined]
+    EngineCore.resume_scheduler = guarded
 
 
 class WorkerExtension:

@@ -7,9 +7,12 @@ when the push is over.
 receiver    leader rank: vLLM's endpoints
 ==========  ==============================================================================================================
 pause       ``/pause`` (and keys and values of the old weights dropped, but for those that requests in flight keep)
-(loader)    ``/start_weight_update``, then ``/update_weights``, which returns only when the push is over
-resume      ``/update_weights`` returns, ``/finish_weight_update`` with the version, ``/resume``
-fence       ``/update_weights`` returns, ``/finish_weight_update``, ``/pause?mode=abort``; nothing is resumed
+(loader)    ``/update_weight_version`` to `UNFINISHED`, from where on vLLM refuses to resume (see `plugin`);
+            ``/start_weight_update``, then ``/update_weights``, which returns only when the push is over
+resume      ``/update_weights`` returns, ``/finish_weight_update`` with the version, ``/resume``, unless somebody else had
+            paused vLLM before
+fence       ``/update_weights`` returns, ``/finish_weight_update``, ``/update_weight_version`` to `UNFINISHED`,
+            ``/pause?mode=abort``; nothing is resumed
 ==========  ==============================================================================================================
 """
 
@@ -22,6 +25,7 @@ from collections.abc import Awaitable, Callable
 from syncline.engine.errors import LoaderError, SynclineError
 from syncline.engine.messages import InFlight
 
+from ..unfinished import UNFINISHED
 from .front import Front, quietly
 from .main_thread import MainThread
 
@@ -71,6 +75,7 @@ class LeaderServing:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._named: int | None = None
         self._flush = False
+        self._leave_paused = False
         self._one_at_a_time = asyncio.Lock()
         self._wish = object()
         self._wishes: set[asyncio.Task[None]] = set()
@@ -82,6 +87,9 @@ class LeaderServing:
         # With `keep` and no prefix cache there is nothing that a later request could hit: what is kept is kept.
         clear = self._prefix_caching or in_flight != "keep"
         async with self._one_at_a_time:
+            if not self._main.paused:
+                self._leave_paused = bool(await self._front.is_paused())
+            self._main.paused = True
             await self._front.pause(in_flight, clear_cache=clear, timeout_s=_DRAIN_S)
             if self._prefix_caching:
                 await self._front.reset_prefix_cache()
@@ -108,8 +116,17 @@ class LeaderServing:
         async with self._one_at_a_time:
             if self._main.updating:  # something went wrong between a start and its finish
                 await self._front.finish(None)
+            await self._mark()
             await self._front.start()
             self._update = asyncio.create_task(self._front.update(f"version {version}"), name="syncline-vllm-update")
+
+    async def _mark(self) -> None:
+        """From here on the weights are none, vLLM says so, and nobody resumes it. Somebody may have since our pause."""
+        self._named = None
+        await self._front.name_version(f"{UNFINISHED}@update")
+        if await self._front.is_paused() is False:
+            log.warning("vLLM at %s was resumed in the middle of a push; it is paused again", self._front.url)
+            await self._front.pause("keep", clear_cache=self._prefix_caching)
 
     async def resume(self, version: int) -> None:
         self._main.release(committed=True)
@@ -129,11 +146,16 @@ class LeaderServing:
         if self._flush:
             await self._front.reset_prefix_cache()
             self._flush = False
-        await self._front.resume()
+        if self._main.paused and not self._leave_paused:
+            await self._front.resume()
+        self._main.paused = self._leave_paused = False
 
     async def _fence(self) -> None:
         self._flush = False
         await self._end_update(None)
+        self._named = None
+        self._main.paused = True
+        await self._front.name_version(UNFINISHED)
         await self._front.pause("abort", clear_cache=True)
 
     async def _end_update(self, version: int | None) -> None:

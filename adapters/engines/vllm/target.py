@@ -78,6 +78,13 @@ class VLLMTarget:
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             return [f"target {self._url!r} is no url of a vLLM server, such as http://127.0.0.1:8000"]
         problems = []
+        if parts.path or parts.query:
+            problems.append(f"target {self._url!r} has a path; name the server alone: {parts.scheme}://{parts.netloc}")
+        if self._control_port is None and (self._secret or self._secret_file):
+            problems.append(
+                f"target {self._url}: secret and secret_file are for control_port, which is not set: on one host the server's "
+                "leader listens at a socket that only this user reaches"
+            )
         if self._control_port is not None and not is_loopback(self._url):
             if not (self._secret or config.secret):
                 problems.append(f"target {self._url}: its leader would listen beyond loopback and no secret is set; set secret")

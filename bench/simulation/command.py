@@ -1,0 +1,220 @@
+"""``syncline bench simulate`` and ``syncline bench calibrate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import uvloop
+
+from syncline.engine.config import TransferConfig
+from syncline.engine.messages import Landing
+from syncline.scheduler.errors import SynclineError
+from syncline.scheduler.options import Route
+
+from .bounds import bounds
+from .calibrate import fitted, measure as measure_primitives
+from .export import trace_of
+from .hardware import find, save
+from .published import side_by_side
+from .setups import scenario
+from .simulate import Prediction, simulate
+from .validate import Case, Row, cases, compare, measure as measure_cases
+from .view import View
+from .whatif import Effect, effects
+from .wire import WireName
+from .world import Disturbance
+
+_QUICK_S = 3.0
+_WITHIN = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateArgs:
+    """Run a push in virtual time: how long it takes, what it waits for, and what each knob would change.
+
+    For example: syncline bench simulate --model kimi-k2 --source fsdp:32,replicas=8 --target "4x tp:8,dp=4,ep=32" --wire fp8
+    """
+
+    model: str = ""
+    """Shapes: a name such as kimi-k2 (an unknown one lists all), a config.json, or its folder."""
+    source: tuple[str, ...] = ()
+    """As for `syncline plan`: a form such as fsdp:8, or files with manifests."""
+    target: tuple[str, ...] = ()
+    """As for `syncline plan`: one or more of a form such as tp:4, a folder with manifests, a live address."""
+    hardware: str = "h100-400g"
+    """A preset (an unknown name lists all), or a file that `syncline bench calibrate` wrote."""
+    wire: WireName = "same"
+    """What weights are when they travel: as the model holds them, bf16, or fp8 with a scale for each block of 128 x 128."""
+    offloaded: bool = False
+    """The source's weights are in host memory."""
+    colocated: bool = False
+    """Ranks of targets are on the hosts of the source's ranks."""
+    ranks_per_host: int = 8
+    """Ranks of the forms that share a host."""
+    max_tmp_bytes: str = "256MiB"
+    """As in TransferConfig; so are the others down to poll_interval_s."""
+    bucket_bytes: str | None = None
+    h2d_concurrency: int = 2
+    prepare_concurrency: int = 2
+    send_concurrency: int = 2
+    landing: Landing = "staged"
+    route: Route = "auto"
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    verify: bool = True
+    workers: int = 2
+    poll_interval_s: float = 0.001
+    jitter: float = 0.0
+    """Spread of the time of each piece of work of a source rank (0.1: about ten percent)."""
+    straggler: tuple[str, ...] = ()
+    """Source ranks that are slower in everything, as RANK:FACTOR, for example 3:2.5."""
+    seed: int = 0
+    """Of the jitter."""
+    what_if: Literal["auto", "all", "none"] = "auto"
+    """Halve and double every knob and rate; auto leaves it where one simulation takes more than some seconds."""
+    trace: Path | None = None
+    """Write the simulated spans into this file, as a push does."""
+    published: bool = False
+    """Instead: figures that others have published, beside ours for the same set-ups."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+class UsageError(SynclineError):
+    """Arguments that make no sense."""
+
+
+def main(args: SimulateArgs) -> int:
+    """Entry point of ``syncline bench simulate``. Raises `SynclineError`."""
+    view = View(sys.stdout)
+    if args.published:
+        rows = list(side_by_side())
+        sys.stdout.write(json.dumps(msgspec.to_builtins(rows)) + "\n") if args.json else view.published(rows)
+        return 0
+    if not (args.source and args.target):
+        raise UsageError("say what is simulated: --model, --source and --target (as for 'syncline plan'), or --published")
+    there = scenario(
+        model=args.model, source=args.source, target=args.target, hardware=find(args.hardware), config=_config(args),
+        wire=args.wire, offloaded=args.offloaded, colocated=args.colocated, ranks_per_host=args.ranks_per_host,
+        disturbance=Disturbance(jitter=args.jitter, stragglers=_stragglers(args.straggler), seed=args.seed),
+    )  # fmt: skip
+    began = time.perf_counter()
+    there.plans.of(there.options)
+    planned_s, began = time.perf_counter() - began, time.perf_counter()
+    prediction = simulate(there)
+    took_s = time.perf_counter() - began
+    terms = bounds(there)
+    wanted = args.what_if == "all" or (args.what_if == "auto" and took_s < _QUICK_S)
+    found = list(effects(there)) if wanted else []
+    if args.trace is not None:
+        trace_of(there, prediction).save(args.trace)
+    if args.json:
+        sys.stdout.write(json.dumps(_facts(prediction, terms, found, planned_s, took_s)) + "\n")
+        return 0
+    view.prediction(prediction, terms)
+    if found:
+        view.effects(prediction, found)
+    elif args.what_if == "auto":
+        view.say(f"what if: left out, one simulation takes {took_s:.1f} s; --what-if all does them")
+    view.say(f"planned in {planned_s:.1f} s, simulated in {took_s:.1f} s, on {there.hardware.name}")
+    return 0
+
+
+def _config(args: SimulateArgs) -> TransferConfig:
+    names = (
+        "max_tmp_bytes", "bucket_bytes", "h2d_concurrency", "prepare_concurrency", "send_concurrency", "landing", "route",
+        "transport", "verify", "workers", "poll_interval_s",
+    )  # fmt: skip
+    return TransferConfig(**{name: getattr(args, name) for name in names})
+
+
+def _stragglers(texts: Sequence[str]) -> dict[int, float]:
+    found = {}
+    for text in texts:
+        rank, colon, factor = text.partition(":")
+        try:
+            found[int(rank)] = float(factor)
+        except ValueError:
+            raise UsageError(f"straggler {text!r} is not RANK:FACTOR, for example 3:2.5") from None
+        if not colon or not 0 < found[int(rank)] < float("inf"):
+            raise UsageError(f"straggler {text!r}: the factor must be a finite number above 0")
+    return found
+
+
+def _facts(there: Prediction, terms: Any, found: Sequence[Effect], planned_s: float, took_s: float) -> dict[str, object]:
+    """What a program may want to know."""
+    return {
+        "seconds": there.seconds,
+        "control_s": there.control_s,
+        "commit_s": there.commit_s,
+        "stages": dict(there.busy_s),
+        "resources": dict(there.used_s),
+        "bottleneck": there.bottleneck,
+        "bound": dict(terms) or {"resources": there.bound_s},
+        "peak_tmp_bytes": there.peak_tmp_bytes,
+        "landing_bytes": there.landing_bytes,
+        "sent_bytes": there.sent_bytes,
+        "tasks": there.tasks,
+        "critical": {
+            "by_what": dict(there.critical.by_what),
+            "by_where": dict(there.critical.by_where),
+            "waits": dict(there.critical.by_why),
+            "steps": [msgspec.to_builtins(step) for step in there.critical.steps],
+        },
+        "what_if": msgspec.to_builtins(found),
+        "planned_s": planned_s,
+        "simulated_s": took_s,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateArgs:
+    """Measure what this machine does in isolation, and make a cost model of it for ``bench simulate --hardware``."""
+
+    out: Path = Path("this-machine.json")
+    """Where the cost model is written."""
+    model: Path | None = None
+    """Measure nothing: take the cost model that is in this file."""
+    check: bool = False
+    """Then push for real, in 16 configurations that the model has not seen, and print predicted and measured side by side."""
+    repeat: int = 12
+    """Measured pushes of each configuration, after two that warm up."""
+    only: str = ""
+    """Of the configurations those whose name contains this."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def calibrate_main(args: CalibrateArgs) -> int:
+    """Entry point of ``syncline bench calibrate``. Raises `SynclineError`."""
+    view = View(sys.stderr if args.json else sys.stdout)
+    if args.model is not None:
+        hardware = find(str(args.model))
+    else:
+        hardware = fitted(uvloop.run(measure_primitives(tell=view.say)))
+        save(hardware, args.out)
+        view.say(f"wrote {args.out}")
+    rows = _checked(hardware, args, view) if args.check else []
+    if args.json:
+        sys.stdout.write(json.dumps({"hardware": msgspec.to_builtins(hardware), "rows": [_row(row) for row in rows]}) + "\n")
+    elif rows:
+        view.validation(rows, _WITHIN)
+    return 0
+
+
+def _checked(hardware: Any, args: CalibrateArgs, view: View) -> list[Row]:
+    chosen: list[Case] = [case for case in cases() if args.only in str(case)]
+    if not chosen:
+        raise UsageError(f"no configuration is called {args.only!r}: {'; '.join(map(str, cases()))}")
+    measured = uvloop.run(measure_cases(chosen, repeat=args.repeat, tell=view.say))
+    return compare(chosen, measured, hardware)
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {**msgspec.to_builtins(row), "error": row.error}

@@ -1,0 +1,54 @@
+"""Scenarios from what ``syncline plan`` takes: a model, a source, targets, hardware, knobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from syncline.bench.layouts import Model
+from syncline.bench.models import find as find_model
+from syncline.bench.specs import read_source, read_targets
+from syncline.engine.config import TransferConfig
+from syncline.scheduler.layout import Manifest
+
+from .hardware import Hardware
+from .simulate import Plans, Scenario
+from .wire import WireName, held_as
+from .world import Disturbance
+
+
+def scenario(
+    *,
+    model: str,
+    source: Sequence[str],
+    target: Sequence[str],
+    hardware: Hardware,
+    config: TransferConfig,
+    wire: WireName = "same",
+    offloaded: bool = False,
+    colocated: bool = False,
+    ranks_per_host: int = 8,
+    disturbance: Disturbance | None = None,
+    timeout_s: float = 10.0,
+) -> Scenario:
+    """A scenario. ``colocated``: rank r of each target is on the host of source rank r (and so reached without a network card).
+
+    Raises:
+        ModelError, SpecError, ControlError: the model, the source or a target is not understood, or does not answer.
+    """
+    shape = find_model(model) if model else None
+    sources = read_source(source, Model.of(shape) if shape else None, ranks_per_host)
+    targets = read_targets(target, held_as(shape, wire) if shape else None, ranks_per_host, timeout_s)
+    if colocated:
+        targets = [_beside(sources, ranks) for ranks in targets]
+    return Scenario(
+        plans=Plans(sources, targets),
+        hardware=hardware,
+        config=config,
+        offloaded=offloaded,
+        disturbance=disturbance or Disturbance(),
+    )
+
+
+def _beside(sources: Sequence[Manifest], ranks: Sequence[Manifest]) -> list[Manifest]:
+    return [replace(manifest, host=sources[manifest.rank % len(sources)].host) for manifest in ranks]

@@ -1,0 +1,208 @@
+"""The few calls of the CUDA runtime and driver that torch does not offer, on the libraries that torch has loaded.
+
+Nothing here needs a GPU to be imported; `CudaIpc` needs one to be made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import TransportError
+from .ipc import HANDLE_NBYTES, EventHandle, MemoryHandle
+
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+_ALIGN = 256
+
+
+def loaded_library(name: str) -> str | None:
+    """The path of the shared library that this process has loaded under a name that begins so, or None."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    paths = (line.split(maxsplit=5)[-1] for line in lines if f"/{name}" in line)
+    return next((path for path in paths if Path(path).name.startswith(name)), None)
+
+
+def needs_cuda(what: str) -> None:
+    """`TransportError` where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        build = "this build of torch has no CUDA" if torch.version.cuda is None else "no CUDA device is usable here"
+        raise TransportError(f"{what} needs a CUDA device, and {build}; choose transport 'auto', 'shm' or 'gloo'")
+
+
+class _MemHandle(ctypes.Structure):
+    """``cudaIpcMemHandle_t``: passed by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_NBYTES)]
+
+
+class Cudart:
+    """``libcudart`` and ``libcuda`` by ctypes, which lets other threads run during calls. `TransportError` on failure."""
+
+    def __init__(self) -> None:
+        torch.cuda.init()
+        path = loaded_library("libcudart")
+        if path is None:
+            raise TransportError("libcudart is not loaded: torch was built against a static one, which cannot be called")
+        self._runtime: Any = ctypes.CDLL(path)
+        self._driver: Any = ctypes.CDLL("libcuda.so.1")
+        self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        self._runtime.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(ctypes.c_void_p), _MemHandle, ctypes.c_uint]
+        self._runtime.cudaIpcGetMemHandle.argtypes = [ctypes.POINTER(_MemHandle), ctypes.c_void_p]
+        self._runtime.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """First address and size of the allocation that ``address`` lies in."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        query = self._driver.cuMemGetAddressRange_v2
+        if query(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)):
+            raise TransportError(f"no allocation of this device is known at {address:#x}")
+        return base.value, size.value
+
+    def can_share(self, address: int) -> bool:
+        """Whether the allocation can be exported: not if it was mapped piece by piece, as expandable segments are."""
+        capable = ctypes.c_int()
+        query = self._driver.cuPointerGetAttribute
+        failed = query(ctypes.byref(capable), ctypes.c_int(_LEGACY_IPC_CAPABLE), ctypes.c_uint64(address))
+        return not failed and bool(capable.value)
+
+    def export_memory(self, address: int) -> bytes:
+        handle = _MemHandle()
+        self._check(self._runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(address)), "export memory")
+        return bytes(handle.reserved)
+
+    def open_memory(self, handle: bytes) -> int:
+        raw = _MemHandle.from_buffer_copy(handle)
+        address = ctypes.c_void_p()
+        code = self._runtime.cudaIpcOpenMemHandle(ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
+        self._check(code, "open memory of another process (it must be another process, and alive)")
+        return int(address.value or 0)
+
+    def close_memory(self, address: int) -> None:
+        self._check(self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address)), "close memory of another process")
+
+    def _check(self, code: int, what: str) -> None:
+        if code:
+            self._runtime.cudaGetLastError()  # not sticky: it must not surface in the next call of torch
+            raise TransportError(f"CUDA could not {what}: {self._runtime.cudaGetErrorString(code).decode()} ({code})")
+
+
+class _Span:
+    """Device memory as torch takes it: ``owner`` lives as long as the tensor made from it."""
+
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2, "strides": None,
+        }  # fmt: skip
+
+
+def device_uuid(device: torch.device) -> bytes:
+    """The physical device's 16 bytes."""
+    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")).bytes
+
+
+def ordinal_of(wanted: bytes) -> int | None:
+    """The ordinal that this process knows a physical device by; None if it is not visible."""
+    visible = range(torch.cuda.device_count())
+    return next((i for i in visible if device_uuid(torch.device("cuda", i)) == wanted), None)
+
+
+class CudaIpc:
+    """Implements `syncline.stages.ipc.IpcRuntime`.
+
+    Args:
+        device: a CUDA device of this process.
+
+    Raises:
+        TransportError: there is none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        needs_cuda("transport 'cuda_ipc'")
+        if device.type != "cuda":
+            raise TransportError(f"transport 'cuda_ipc' moves device memory, and was given {device}; choose 'shm' or 'auto'")
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.uuid = device_uuid(self.device)
+        self._cudart = Cudart()
+        self._stream = torch.cuda.Stream(self.device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            memory = torch.zeros(nbytes + _ALIGN, dtype=torch.uint8, device=self.device)
+            torch.cuda.current_stream().synchronize()  # off the loop; once
+        start = -memory.data_ptr() % _ALIGN
+        return memory[start : start + nbytes]
+
+    def allocation_of(self, memory: torch.Tensor) -> tuple[int, int]:
+        if memory.device != self.device:
+            raise TransportError(f"memory on {memory.device} was to be shared over links that were made on {self.device}")
+        with torch.cuda.device(self.device):
+            base, size = self._cudart.address_range(memory.data_ptr())
+            if not self._cudart.can_share(memory.data_ptr()):
+                raise TransportError(
+                    f"{memory.numel() * memory.element_size()} bytes at {memory.data_ptr():#x} on {self.device} cannot be "
+                    "shared between processes: the allocator maps them in expandable segments. Take "
+                    "expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF, or choose transport 'nccl'"
+                )
+        return base, size
+
+    def export(self, address: int) -> bytes:
+        with torch.cuda.device(self.device):
+            return self._cudart.export_memory(address)
+
+    def open(self, handle: MemoryHandle) -> int:
+        self._check_visible(handle.device)
+        with torch.cuda.device(self.device):
+            return self._cudart.open_memory(handle.handle)
+
+    def close(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            self._cudart.close_memory(address)
+
+    def view(self, owner: Any, address: int, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        return torch.as_tensor(_Span(owner, address, nbytes), device=self.device)  # without it torch would copy to the CPU
+
+    def make_event(self) -> torch.cuda.Event:
+        with torch.cuda.device(self.device):
+            event = torch.cuda.Event(interprocess=True)
+            event.record(self._stream)
+        return event
+
+    def export_event(self, event: Any) -> bytes:
+        return bytes(event.ipc_handle())
+
+    def open_event(self, handle: EventHandle) -> torch.cuda.Event:
+        ordinal = self._check_visible(handle.device)
+        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", ordinal), handle.handle)
+        return event
+
+    def record(self, event: Any) -> None:
+        event.record(self._stream)
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+            event.record(self._stream)
+        return event
+
+    def _check_visible(self, wanted: bytes) -> int:
+        ordinal = ordinal_of(wanted)
+        if ordinal is None:
+            raise TransportError(
+                f"the source's memory is on GPU {uuid.UUID(bytes=wanted)}, which this process does not see: make it visible "
+                "(CUDA_VISIBLE_DEVICES), or choose transport 'nccl'"
+            )
+        return ordinal

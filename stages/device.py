@@ -1,0 +1,128 @@
+"""What the stages need of a device: streams, events, memory of its own and host memory that it can read by itself.
+
+Stages are written against `Device`; `CudaDevice` is the real one. So everything that decides about order and lifetime runs, and
+is tested, without a GPU. Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
+
+import torch
+
+from .cudart import loaded_library
+from .errors import TransportError
+
+
+class Event(Protocol):
+    """Remembers a place in a stream: that of its last record."""
+
+    def record(self, stream: Any) -> None:
+        """Remember the end of what ``stream`` has been given so far."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+        ...
+
+
+class Device(Protocol):
+    """One device. Calls are short; `empty`, `pinned`, `register` and `unregister` are not, and belong on a thread."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def stream(self) -> Any:
+        """A new stream."""
+        ...
+
+    def current_stream(self) -> Any:
+        """The stream that the calling thread works on."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        """Work that the calling thread starts within goes on ``stream``."""
+        ...
+
+    def event(self) -> Event:
+        """A new event, not recorded yet."""
+        ...
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Device memory (1-d uint8), aligned to 256 bytes."""
+        ...
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Page-locked host memory (1-d uint8)."""
+        ...
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        """Whether host memory is page-locked already."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory where it is. `TransportError` if that cannot be done."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`. `TransportError` if it was not registered, or is gone."""
+        ...
+
+
+class CudaDevice:
+    """Implements `Device`.
+
+    Args:
+        device: a CUDA device; without an index, the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda" or not torch.cuda.is_available():
+            raise TransportError(f"{device} is not a CUDA device that this process can use")
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._runtime: Any = torch.cuda.cudart()
+        path = loaded_library("libcudart")
+        self._library: Any = None if path is None else ctypes.CDLL(path)
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    def event(self) -> Event:
+        with torch.cuda.device(self.device):
+            return cast("Event", torch.cuda.Event())
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        return memory.is_pinned()
+
+    def register(self, address: int, nbytes: int) -> None:
+        with torch.cuda.device(self.device):
+            self._check(self._runtime.cudaHostRegister(address, nbytes, 0), f"page-lock {nbytes} bytes of host memory")
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            self._check(self._runtime.cudaHostUnregister(address), "let go of page-locked host memory")
+
+    def _check(self, code: Any, what: str) -> None:
+        if int(code):
+            if self._library is not None:
+                self._library.cudaGetLastError()  # not sticky: it must not surface in the next launch of torch
+            raise TransportError(f"CUDA could not {what}: {self._runtime.cudaGetErrorString(code)} ({int(code)})")

@@ -1,0 +1,87 @@
+"""A stage's own stream on a device, and the asking whether its work is done: nothing here ever waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from .completions import Signal
+from .device import Device
+from .device_events import DeviceDone, EventSlots
+from .kernels.assemble import read_digest
+from .kernels.launches import LIMBS
+from .watch import Watch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Lane:
+    """One stage's stream. `run` from any thread, the others on the loop.
+
+    Args:
+        device: where the stream is.
+        watch: asks for the events.
+
+    Attributes:
+        slots: the stage's events.
+    """
+
+    def __init__(self, device: Device, watch: Watch) -> None:
+        self.device = device
+        self.stream: Any = device.stream()
+        self.slots = EventSlots(device)
+        self._watch = watch
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function``; the device work that it starts goes on this stream."""
+        with self.device.on(self.stream):
+            return function(*args, **kwargs)
+
+    def record(self, used: object = None) -> DeviceDone:
+        """The end of everything given to the stream so far, to be polled; keeps ``used`` alive until then."""
+        return self.slots.record(self.stream, used)
+
+    def done(self, used: object = None) -> Signal[None]:
+        """The same, to be waited for."""
+        return self._watch.until(self.record(used).poll)
+
+
+class HostDigest:
+    """Where one digest is added up on the device, and where it comes to on the host."""
+
+    def __init__(self, device: Device) -> None:
+        # not zeros: they would be written on another stream, perhaps after the first use here
+        self._there = torch.empty(LIMBS, dtype=torch.int64, device=device.device)
+        self._here = device.pinned(LIMBS * 8).view(torch.int64)
+
+    def clear(self) -> torch.Tensor:
+        """What to add to, set to zero on the current stream."""
+        return self._there.zero_()
+
+    def bring(self) -> None:
+        """Start copying it to the host, on the current stream."""
+        self._here.copy_(self._there, non_blocking=True)
+
+    @property
+    def value(self) -> int:
+        """The digest, once the copy is done."""
+        return read_digest(self._here)
+
+
+class HostDigests:
+    """Digests in use and free ones. `take` from any one thread at a time; made when more are needed than ever before."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[HostDigest] = []
+
+    def take(self) -> HostDigest:
+        """One that nobody uses. May allocate: on a worker."""
+        return self._free.pop() if self._free else HostDigest(self._device)
+
+    def give_back(self, digest: HostDigest) -> None:
+        """Only when the device is done with it."""
+        self._free.append(digest)

@@ -1,0 +1,160 @@
+"""What `syncline bench compare` calls a change, on samples that were drawn with a known one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from syncline.bench import cli
+from syncline.bench.measure.comparing import Comparison, compare, holm
+from syncline.bench.measure.phases import Phases, Quantiles
+from syncline.bench.measure.provenance import Machine
+from syncline.bench.measure.rows import Row, Skipped, line
+
+MACHINE = Machine(cpu="one", cores=2, memory_bytes=2**34)
+KNOBS = {"bucket_bytes": 2**25, "landing": "staged"}
+
+
+def row(name: str, samples: Sequence[float], **more: object) -> Row:
+    phases = Phases.of(samples)
+    how = {"machine": MACHINE, "knobs": KNOBS, "bytes": 10**6, "integrity": True, "control": "caught", **more}
+    return Row(
+        row=name, seconds=Quantiles.of(samples[phases.warm_from :]), phases=phases, samples=tuple(samples), **how
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def drawn(seed: int, *, n: int = 12, scale: float = 1.0, noise: float = 0.04) -> list[float]:
+    """A cold sample, then log-normal ones, with one that strays."""
+    values = scale * 0.1 * np.exp(np.random.default_rng(seed).normal(0.0, noise, n))
+    values[0] *= 3
+    values[n // 2] *= 2
+    return [float(value) for value in values]
+
+
+def verdicts(found: Sequence[Comparison]) -> dict[str, str]:
+    return {one.row: one.verdict for one in found}
+
+
+def test_a_shift_of_a_fifth_is_found_among_rows_without_one() -> None:
+    names = [f"row {number}" for number in range(10)]
+    a = [row(name, drawn(seed)) for seed, name in enumerate(names)]
+    b = [row(name, drawn(100 + seed, scale={"row 3": 1.2, "row 7": 1 / 1.2}.get(name, 1.0))) for seed, name in enumerate(names)]
+    found = compare(a, b)
+    assert verdicts(found) == {**dict.fromkeys(names, "within noise"), "row 3": "slower", "row 7": "faster"}
+    assert found[3].ratio == pytest.approx(1.2, rel=0.05)
+    assert found[3].superiority is not None and found[3].superiority > 0.8
+
+
+def test_noise_is_hardly_ever_a_change() -> None:
+    """At most one set of ten rows in twenty may have any: alpha is of the whole set."""
+    sets = 100
+    changed = 0
+    for start in range(sets):
+        a = [row(str(number), drawn(1000 * start + number)) for number in range(10)]
+        b = [row(str(number), drawn(1000 * start + 500 + number)) for number in range(10)]
+        changed += any(verdict != "within noise" for verdict in verdicts(compare(a, b)).values())
+    assert changed <= 0.05 * sets
+
+
+def test_holm_as_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_a_change_that_is_sure_but_small_does_not_count() -> None:
+    a, b = row("x", drawn(1, noise=0.001)), row("x", drawn(2, noise=0.001, scale=1.01))
+    (found,) = compare([a], [b])
+    assert found.p_holm is not None and found.p_holm < 0.05
+    assert found.verdict == "within noise"
+    assert compare([a], [b], least=0.005)[0].verdict == "slower"
+
+
+def test_runs_that_differ_among_themselves_hide_a_difference() -> None:
+    a = [row("x", drawn(1, noise=0.01)), row("x", drawn(2, noise=0.01, scale=1.15))]
+    b = [row("x", drawn(3, noise=0.01, scale=1.25)), row("x", drawn(4, noise=0.01, scale=1.25))]
+    (found,) = compare(a, b)
+    assert found.p_holm is not None and found.p_holm < 0.05
+    assert found.verdict == "within noise" and "runs of one side differ" in found.why
+    steady = [row("x", drawn(1, noise=0.01)), row("x", drawn(2, noise=0.01))]
+    assert compare(steady, b)[0].verdict == "slower"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"knobs": {**KNOBS, "landing": "mapped"}}, "knob landing (staged and mapped)"),
+        ({"machine": Machine(cpu="another", cores=2, memory_bytes=2**34)}, "cpu (one and another)"),
+        ({"machine": Machine(cpu="one", cores=2, memory_bytes=2**34, gpu=("H100",))}, "gpu"),
+        ({"bytes": 10**7}, "bytes"),
+    ],
+)
+def test_rows_of_different_kinds_are_compared_only_when_asked_for(more: dict[str, object], said: str) -> None:
+    a, b = row("x", drawn(1)), row("x", drawn(2, scale=2.0), **more)
+    (refused,) = compare([a], [b])
+    assert refused.verdict == "not comparable" and refused.ratio is None and said in refused.why
+    (asked,) = compare([a], [b], across=True)
+    assert asked.verdict == "slower" and said in asked.why
+
+
+def test_a_knob_that_is_new_does_not_hinder() -> None:
+    a, b = row("x", drawn(1)), row("x", drawn(2), knobs={**KNOBS, "new": 1})
+    assert compare([a], [b])[0].verdict == "within noise"
+
+
+def test_integrity_goes_before_speed() -> None:
+    good, bad = row("x", drawn(1)), row("x", drawn(2, scale=0.5), integrity=False)
+    assert compare([good], [bad])[0].verdict == "broken"
+    assert compare([bad], [good])[0].verdict == "mended"
+    assert compare([good], [row("x", drawn(2), control="missed by digests (committed)")])[0].verdict == "broken"
+
+
+def test_too_few_samples_are_said_to_be() -> None:
+    (found,) = compare([row("x", drawn(1, n=3))], [row("x", drawn(2, n=3, scale=9.0))])
+    assert found.verdict == "not comparable" and "at least 4 each" in found.why
+
+
+def test_rows_of_one_side_alone() -> None:
+    found = compare([row("a", drawn(1)), Skipped(row="b", skipped="no")], [row("b", drawn(2))])
+    assert verdicts(found) == {"a": "only in A", "b": "only in B"}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Callable[..., list[str]]:
+    """``files(first, second)`` writes two result files."""
+
+    def write(*sides: Sequence[Row]) -> list[str]:
+        paths = [tmp_path / f"{number}.jsonl" for number in range(len(sides))]
+        for path, rows in zip(paths, sides, strict=True):
+            path.write_text("".join(line(one) + "\n" for one in rows))
+        return [str(path) for path in paths]
+
+    return write
+
+
+def test_command_line(files: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    paths = files([row("x", drawn(1)), row("y", drawn(2))], [row("x", drawn(3, scale=1.2)), row("y", drawn(4))])
+    assert cli.main(["bench", "compare", *paths]) == 0
+    said = capsys.readouterr()
+    found = [json.loads(text) for text in said.out.splitlines()]
+    assert [(one["row"], one["verdict"]) for one in found] == [("x", "slower"), ("y", "within noise")]
+    assert "slower" in said.err and "within noise" in said.err
+    assert cli.main(["bench", "compare", *paths, "--fail-on-regression"]) == 1
+    assert cli.main(["bench", "compare", *reversed(paths), "--fail-on-regression"]) == 0
+
+
+def test_command_line_says_what_it_needs(
+    files: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (one,) = files([row("x", drawn(1))])
+    assert cli.main(["bench", "compare", one]) == 1
+    assert "give two files, or --revisions OLD NEW" in capsys.readouterr().err
+    assert cli.main(["bench", "compare", one, str(tmp_path / "none")]) == 1
+    assert "No such file" in capsys.readouterr().err
+    (tmp_path / "other").write_text('{"row": "x"}\n')
+    assert cli.main(["bench", "compare", one, str(tmp_path / "other")]) == 1
+    assert "other:1: no row of syncline bench run" in capsys.readouterr().err

@@ -1,0 +1,235 @@
+"""CUDA IPC over what stands for CUDA: handles counted, events asked, what is lent, and processes of their own.
+
+The stand-in is shared memory (`standins`): this tests our logic. CUDA itself is tested in tests/cuda.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+
+import msgspec
+import pytest
+import torch
+
+from syncline.stages.errors import TransportError
+from syncline.stages.transports.cuda_ipc import EVENTS, CudaIpcOffer, CudaIpcSender
+
+MODES = ["streamed", "staged"]
+each_mode = pytest.mark.parametrize("landing", MODES)
+
+
+@each_mode
+async def test_handles_are_opened_and_closed_once_per_buffer_not_once_per_push(world, landing):
+    one = await world(seed=3, transport="cuda_ipc", landing=landing, targets=[1, 1], tensors=4, elements=500)
+    source = one.sources[0]
+    for version in range(1, 31):
+        await one.push(version)
+    exports = source.runtime.log.count("export")
+    assert exports == source.sender.exported == 1  # the ring
+    for target in one.targets.values():
+        assert target.runtime.log == ["open"]
+        assert target.half.handles == (1, 0)
+    await one.close()
+    for target in one.targets.values():
+        assert target.runtime.log == ["open", "close"]
+    assert source.runtime.log == ["export"]
+
+
+@each_mode
+async def test_the_source_lets_go_of_memory_after_the_receivers(world, landing):
+    one = await world(seed=3, transport="cuda_ipc", landing=landing)
+    (target,), source = one.targets.values(), one.sources[0]
+    await one.push(1)
+    held = target.half._owners[0].imports
+    view = held.view(target.half._owners[0].offer.ring)
+    closing = asyncio.create_task(source.sender.close())
+    async with asyncio.timeout(10):
+        while not held._over:
+            await asyncio.sleep(0)
+    assert not closing.done()
+    assert source.sender.exported
+    assert int(view[0]) >= 0
+    del view
+    await closing
+    assert target.runtime.log == ["open", "close"]
+
+
+@each_mode
+async def test_a_receiver_looks_when_the_event_says_so(world, landing):
+    one = await world(seed=21, transport="cuda_ipc", landing=landing)
+    (target,), source = one.targets.values(), one.sources[0]
+    source.fill(1)
+    source.runtime.hold = True
+    await target.half.begin("a", timeout_s=30)
+    receiving = asyncio.create_task(target.half.receive(target.program.tasks[0]))
+    push = asyncio.create_task(source.push("a"))
+    async with asyncio.timeout(10):
+        while not source.runtime._held:
+            await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not receiving.done()
+    source.runtime.finish()
+    assert (await receiving).numel() == target.program.tasks[0].nbytes
+    push.cancel()
+    await asyncio.gather(push, return_exceptions=True)
+
+
+async def test_more_buckets_than_events_wait_their_turn(world):
+    one = await world(seed=22, transport="cuda_ipc", landing="streamed")
+    source = one.sources[0]
+    empty = dataclasses.replace(source.program.tasks[0], nbytes=0)  # takes an event, and no room in the ring
+    loans = [source.sender.claim(dataclasses.replace(empty, index=index)) for index in range(EVENTS + 3)]
+    assert [loan.done for loan in loans] == [True] * EVENTS + [False] * 3
+    for loan in loans[:3]:
+        loan.result.release()
+    assert all(loan.done for loan in loans)
+    for loan in loans[3:]:
+        loan.result.release()
+
+
+def lent_of(source, runtime):
+    """Every segment that one copy of the rank's own memory makes up, with that memory made shareable first."""
+    found = {}
+    for task in source.program.tasks:
+        whole = {}
+        for segment in task.segments:
+            (piece,) = [p for p in source.manifest.pieces if source.manifest.tensors[p.tensor].name == segment.name]
+            if segment.nbytes and piece.box == segment.box:
+                own = runtime.allocate(segment.nbytes)
+                content = source.buffers[piece.buffer].as_strided(piece.box.shape, piece.strides, piece.offset)
+                own.copy_(content.contiguous().reshape(-1).view(torch.uint8))
+                whole[segment.offset] = own
+        found[task.index] = whole
+    return found
+
+
+@each_mode
+async def test_what_is_lent_is_copied_straight_out_of_the_sources_storage(world, landing):
+    one = await world(
+        connect=False, seed=24, transport="cuda_ipc", landing=landing, shapes=[[30, 7], [64], [5, 5, 5], [200]],
+        bucket_bytes=1 << 14,
+    )  # fmt: skip
+    source, (receiver, target) = one.sources[0], next(iter(one.targets.items()))
+    source.fill(1)
+    lent = lent_of(source, source.runtime)
+    first = source.program.tasks[0]
+    assert set(lent[first.index]) == {segment.offset for segment in first.segments}
+    assert len(first.segments) > 1
+    del lent[first.index][first.segments[1].offset]  # one goes through the bucket
+    source.sender = CudaIpcSender(
+        program=source.program, landing=landing, ring_nbytes=1 << 16, runtime=source.runtime, workers=source.workers,
+        on_lost=source._lost, lent=lent,
+    )  # fmt: skip
+    await one.connect()
+    assert source.sender.exported == 1 + sum(len(segments) for segments in lent.values())
+    await target.half.begin("a", timeout_s=30)
+    await source.sender.begin("a", timeout_s=30)
+    for task, taken in zip(source.program.tasks, target.program.tasks, strict=True):
+        loan = await source.sender.claim(task)
+        whole = len(lent[task.index]) == len(task.segments)
+        assert loan.memory.numel() == (0 if whole else task.nbytes)
+        loan.memory.fill_(0x77)
+        sent = source.sender.send(task, loan.memory, [receiver])
+        bucket = await target.half.receive(taken)
+        got = {} if target.half.persistent else target.half.lent(taken)
+        for landing_ in taken.landings:
+            at, nbytes = landing_.segment.offset, landing_.segment.nbytes
+            content = got[at] if at in got else bucket[at : at + nbytes]
+            expected = lent[task.index].get(at, torch.full((nbytes,), 0x77, dtype=torch.uint8))
+            assert torch.equal(content, expected)
+        assert target.half.persistent or not sent[receiver].done  # until the receiver has its own copy, the source's is in use
+        target.half.release(taken)
+        await sent[receiver]
+        loan.release()
+        del bucket, got, content
+    await target.half.end(True)
+
+
+@each_mode
+async def test_offers_of_another_kind_are_refused_before_anything_is_opened(world, landing):
+    one = await world(connect=False, seed=25, transport="cuda_ipc", landing=landing)
+    (receiver, target), source = next(iter(one.targets.items())), one.sources[0]
+    good = msgspec.msgpack.decode((await source.sender.offer([receiver]))[0], type=CudaIpcOffer)
+    other = "staged" if landing == "streamed" else "streamed"
+    for change, error in (
+        ({"version": 2}, "version 2"),
+        ({"mode": other}, other),
+        ({"path": "/nowhere"}, "cannot be reached"),
+    ):
+        wrong = msgspec.msgpack.encode(msgspec.structs.replace(good, **change))
+        with pytest.raises(TransportError, match=error):
+            await target.link({0: wrong}, timeout_s=5)
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(good))
+    for key, value in (("events", [{"device": b"", "handle": b""}]), ("ring", [0, 0]), ("allocations", 3), ("more", 1)):
+        with pytest.raises(TransportError, match="is not a"):
+            await target.link({0: msgspec.msgpack.encode({**raw, key: value})}, timeout_s=5)
+    assert target.runtime.log == []
+
+
+async def test_places_beyond_what_was_shown_are_refused(world):
+    one = await world(connect=False, seed=25, transport="cuda_ipc", landing="streamed")
+    (receiver, target), source = next(iter(one.targets.items())), one.sources[0]
+    good = msgspec.msgpack.decode((await source.sender.offer([receiver]))[0], type=CudaIpcOffer)
+    linking = asyncio.create_task(source.sender.link([receiver], timeout_s=5))
+    wrong = msgspec.structs.replace(good, ring=msgspec.structs.replace(good.ring, nbytes=2**40))
+    with pytest.raises(TransportError, match="beyond"):
+        await target.link({0: msgspec.msgpack.encode(wrong)}, timeout_s=5)
+    assert set(await linking) == {receiver}
+    assert target.runtime.log == ["open", "close"]
+
+
+def test_mapped_is_refused_with_the_reason(world, peer, standins):
+    spec = peer.make_spec(seed=1, transport="cuda_ipc", landing="streamed")
+    with pytest.raises(TransportError, match="outlives its process"):
+        CudaIpcSender(
+            program=peer.make_plan(spec).source_program(0), landing="mapped", ring_nbytes=1, runtime=standins.SharedMemoryIpc(),
+            workers=None, on_lost=lambda *_: None,
+        )  # fmt: skip
+
+
+@each_mode
+async def test_between_processes_many_pushes_hold_nothing_more(processes, landing):
+    one = await processes(seed=5, transport="cuda_ipc", landing=landing, sources=2, targets=[2, 1])
+    await one.push(1)
+    before = [await process.resources() for process in one.started]
+    for version in range(2, 12):
+        await one.push(version)
+    assert [await process.resources() for process in one.started] == before
+
+
+@each_mode
+async def test_a_killed_receiver_is_given_up_and_comes_back(processes, landing):
+    one = await processes(seed=6, transport="cuda_ipc", landing=landing, targets=[1, 1])
+    gone, stays = one.receivers
+    await one.push(1)
+    one.targets[gone].signal(signal.SIGKILL)
+    push_id = await one.begin(2, [stays])
+    sent, got = await asyncio.gather(one.sources[0].push(push_id=push_id), one.targets[stays].receive())
+    assert one.agrees(stays, [sent], got)
+    await one.targets[stays].commit()
+    await one.sources[0].end(committed=[stays])
+    await one.restart(gone)
+    await one.connect([gone])
+    await one.push(3)
+
+
+async def test_a_stopped_receiver_never_sees_another_push_as_its_own(processes):
+    """It is given up while it is stopped; the ring is used again; when it goes on it must not take what it finds."""
+    one = await processes(seed=7, transport="cuda_ipc", landing="streamed", targets=[1, 1], elements=4000, watermark=16384)
+    stopped, stays = one.receivers
+    await one.push(1)
+    push_id = await one.begin(2)
+    receiving = asyncio.create_task(one.targets[stopped].receive(hold_before=(await one.targets[stopped].tasks())[1]))
+    other = asyncio.create_task(one.targets[stays].receive())
+    push = asyncio.create_task(one.sources[0].push(push_id=push_id))
+    await one.targets[stopped].await_held()
+    one.targets[stopped].signal(signal.SIGSTOP)
+    await one.sources[0].drop(receivers=[stopped])
+    sent, got = await asyncio.gather(push, other)
+    assert one.agrees(stays, [sent], got)
+    one.targets[stopped].signal(signal.SIGCONT)
+    await one.targets[stopped].release_hold()
+    assert "TransportError" in (await receiving)["error"]

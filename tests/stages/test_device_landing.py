@@ -1,0 +1,135 @@
+"""Landing by kernels, in plain torch on the CPU: the same content and digests as the CPU's own landing; what is lent."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from syncline.stages.assembly import LandingCopies
+from syncline.stages.completions import Signal
+from syncline.stages.device_landing import DeviceCopies, DeviceDigest, LandingStream, Launched, both, follow
+from syncline.stages.digest import digest_bucket
+from syncline.stages.errors import TransportError
+from syncline.stages.watch import Watch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def target(peer):
+    """``target(seed)``: a rank of a target, with live memory."""
+    return lambda seed, ranks=2: peer.TargetRank(
+        peer.make_spec(seed=seed, transport="shm", landing="streamed", targets=[ranks], tensors=9), 0, 0
+    )
+
+
+def aligned(nbytes):
+    room = torch.empty(nbytes + 256, dtype=torch.uint8)
+    start = -room.data_ptr() % 256
+    return room[start : start + nbytes]
+
+
+def same_bytes(buffers):
+    """Copies, byte by byte: torch would make a bool of what is none."""
+    return [buffer.view(torch.uint8).clone().view(buffer.dtype) for buffer in buffers]
+
+
+def a_bucket(task, seed):
+    bucket = aligned(task.nbytes)
+    values = torch.randint(0, 2, (task.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return bucket.copy_(values)  # 0 and 1: bool tensors take nothing else
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("verify", [True, False])
+def test_as_landing_on_the_cpu(target, seed, verify):
+    rank = target(seed)
+    live = same_bytes(rank.buffers)
+    stream = LandingStream(CPU)
+    for task in rank.program.tasks:
+        bucket = a_bucket(task, task.index)
+        expected = LandingCopies(task, rank.buffers).run_and_digest(bucket)
+        copies = DeviceCopies(task, live, stream)
+        for _ in range(2):
+            done = copies.run_and_digest(bucket, {}) if verify else copies.run(bucket, {})
+            assert done.event.query()
+            assert done.result() == (expected if verify else 0)
+        assert DeviceDigest(task, stream).run(bucket).result() == digest_bucket(bucket, [lg.segment for lg in task.landings])
+    assert len(live) == len(rank.buffers)
+    for ours, theirs in zip(live, rank.buffers, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    rank.workers.close()
+
+
+@given(seed=st.integers(0, 50), chosen=st.integers(0, 2**12))
+@settings(max_examples=20)
+def test_what_is_lent_is_read_where_it_lies(target, seed, chosen):
+    rank = target(seed, ranks=1)
+    live, stream = same_bytes(rank.buffers), LandingStream(CPU)
+    for task in rank.program.tasks:
+        bucket, lent = a_bucket(task, seed), {}
+        expected = LandingCopies(task, rank.buffers).run_and_digest(bucket)
+        for number, landing in enumerate(task.landings):
+            at, nbytes = landing.segment.offset, landing.segment.nbytes
+            if nbytes and chosen >> number & 1:
+                lent[at] = aligned(nbytes).copy_(bucket[at : at + nbytes])
+                bucket[at : at + nbytes] = 0x5A
+        if len(lent) == len([landing for landing in task.landings if landing.segment.nbytes]):
+            bucket = bucket[:0]
+        assert DeviceCopies(task, live, stream).run_and_digest(bucket, lent).result() == expected
+    for ours, theirs in zip(live, rank.buffers, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    rank.workers.close()
+
+
+def test_a_tensor_that_differs_in_its_places_is_named(target, monkeypatch):
+    rank = target(1)
+    task = next(task for task in rank.program.tasks if any(len(landing.dests) > 1 for landing in task.landings))
+    copies = DeviceCopies(task, rank.buffers, LandingStream(CPU))
+    monkeypatch.setattr("syncline.stages.device_landing.read_landed", lambda limbs: (0, False))
+    with pytest.raises(TransportError, match="t0"):
+        copies.run_and_digest(a_bucket(task, 1), {}).result()
+    rank.workers.close()
+
+
+class Later:
+    """An event that is done when it is told."""
+
+    done = False
+
+    def query(self):
+        return self.done
+
+
+async def test_the_end_of_launched_work_is_asked_for():
+    watch, event, other = Watch(), Later(), Later()
+    started = Signal()
+    whole = follow(started, watch)
+    started.set(both(Launched(event, lambda: 3), Launched(other, lambda: 2**128 - 1)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    event.done = True
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not whole.done
+    other.done = True
+    async with asyncio.timeout(5):
+        assert await whole == 2
+    failed = Signal()
+    failed.fail(TransportError("could not launch"))
+    with pytest.raises(TransportError, match="could not launch"):
+        await follow(failed, watch)
+
+
+async def test_a_closed_watch_leaves_nobody_waiting():
+    watch = Watch()
+    waiting = watch.until(lambda: False)
+    broken = watch.until(lambda: 1 / 0 > 1)
+    watch.close()
+    with pytest.raises(TransportError, match="closed"):
+        await waiting
+    with pytest.raises(ZeroDivisionError):
+        await broken

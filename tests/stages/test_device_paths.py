@@ -1,0 +1,172 @@
+"""The landing paths of GPU targets, whole: CUDA IPC's logic, landing kernels in plain torch, loaders of each family.
+
+Over what stands for CUDA (`standins`); on a GPU: tests/cuda.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+
+from syncline.engine.errors import PlanError
+from syncline.engine.landing import Route
+from syncline.engine.landing_device import landing_device, make_device_path
+from syncline.engine.loader_thread import LoaderThread
+from syncline.stages.transports.cuda_ipc import CudaIpcSender
+
+CPU = torch.device("cpu")
+
+
+class Weights:
+    """A loader over a target rank's memory: exposes it, hides it, or hides every other buffer."""
+
+    def __init__(self, rank, family):
+        self.rank, self.calls = rank, []
+        hidden = {"exposed": lambda _: False, "hidden": lambda _: True, "mixed": lambda i: i % 3 == 2}[family]
+        self.exposed = [None if hidden(i) else buffer for i, buffer in enumerate(rank.buffers)]
+
+    def buffers(self):
+        return self.exposed if any(b is not None for b in self.exposed) else None
+
+    def begin(self, version):
+        self.calls.append(f"begin {version}")
+
+    def install(self, landed):
+        for piece, box, tensor in landed:
+            whole = self.rank.manifest.pieces[piece]
+            own = self.rank.buffers[whole.buffer].as_strided(whole.box.shape, whole.strides, whole.offset)
+            at = [slice(s - w, s - w + n) for s, w, n in zip(box.start, whole.box.start, box.shape, strict=True)]
+            own[tuple(at)].copy_(tensor)
+
+    def finish(self, version):
+        self.calls.append(f"finish {version}")
+
+
+@pytest.fixture
+async def bed(world):
+    """``await bed(landing, family, verify)``: a source, and the landing path of a target rank."""
+    made = []
+
+    async def make(landing, family, verify=True, *, lent=False):
+        one = await world(connect=False, seed=31, transport="cuda_ipc", landing=landing, targets=[2], tensors=8, verify=verify)
+        if lent:
+            lend(one.sources[0])
+        await one.connect()
+        paths = []
+        for rank in one.targets.values():
+            loader = LoaderThread(Weights(rank, family))
+            route = Route(
+                program=rank.program, manifest=rank.manifest, half=rank.half, loader=loader, workers=rank.workers,
+                verify=verify, device=CPU,
+            )  # fmt: skip
+            paths.append(make_device_path(landing, route, loader.loader.buffers()))
+            made.append((paths[-1], loader))
+        return one, paths
+
+    yield make
+    for path, loader in made:
+        await path.close()
+        loader.close(5.0)
+
+
+def lend(source):
+    """Lend every segment that one piece of memory makes up. The rig's `prepare` writes it to the bucket all the same."""
+    lent, keep = {}, {}
+    for task in source.program.tasks:
+        segments = {}
+        for segment in task.segments[::2]:
+            pieces = [p for p in source.manifest.pieces if source.manifest.tensors[p.tensor].name == segment.name]
+            if segment.nbytes and pieces[0].box == segment.box:
+                keep[task.index, segment.offset] = pieces[0]
+                segments[segment.offset] = source.runtime.allocate(segment.nbytes)
+        if segments and len(segments) < len(task.segments):
+            lent[task.index] = segments
+    assert lent
+    fill = source.fill
+
+    def fill_both(version):
+        fill(version)
+        for (task, offset), piece in keep.items():
+            if task in lent:
+                view = source.buffers[piece.buffer].as_strided(piece.box.shape, piece.strides, piece.offset)
+                lent[task][offset].copy_(view.contiguous().reshape(-1).view(torch.uint8))
+
+    source.fill = fill_both
+    source.sender = CudaIpcSender(
+        program=source.program, landing=source.spec["landing"], ring_nbytes=source.spec["watermark"], runtime=source.runtime,
+        workers=source.workers, on_lost=source._lost, lent=lent,
+    )  # fmt: skip
+    for memory in (source.memory._in_place, source.send._routes):
+        for receiver in memory:
+            memory[receiver] = source.sender
+
+
+async def push(one, paths, version):
+    (source,) = one.sources
+    source.fill(version)
+    for path in paths:
+        await path.begin(f"push-{version}", 30)
+    wrote = []
+    receiving = [asyncio.create_task(path.receive_all(version, lambda: wrote.append(version))) for path in paths]
+    sent, *got = await asyncio.gather(source.push(f"push-{version}"), *receiving)
+    assert sent["error"] == ""
+    for rank, (receiver, received) in enumerate(zip(one.targets, got, strict=True)):
+        assert receiver.rank == rank
+        assert received.digest == (sent["digests"][f"0:{rank}"] if one.spec["verify"] else None)
+    for path in paths:
+        await path.commit(version)
+        await path.end(committed=True)
+        await path.settled()
+    await source.end()
+    for target in one.targets.values():
+        assert target.wrong(version) == []
+    assert wrote == ([version] * len(paths) if one.spec["landing"] == "streamed" else [])
+
+
+@pytest.mark.parametrize("landing", ["streamed", "staged"])
+@pytest.mark.parametrize("family", ["exposed", "hidden", "mixed"])
+@pytest.mark.parametrize("lent", [False, True])
+async def test_pushes_land(bed, landing, family, lent):
+    one, paths = await bed(landing, family, lent=lent)
+    for version in (1, 2, 3):
+        await push(one, paths, version)
+    loader = paths[0]._route.loader.loader
+    assert loader.calls == [f"{call} {version}" for version in (1, 2, 3) for call in ("begin", "finish")]
+
+
+@pytest.mark.parametrize("landing", ["streamed", "staged"])
+async def test_without_digests(bed, landing):
+    one, paths = await bed(landing, "mixed", verify=False)
+    await push(one, paths, 1)
+
+
+async def test_closing_lets_go_of_the_sources_memory(bed):
+    one, paths = await bed("streamed", "exposed", lent=True)
+    await push(one, paths, 1)
+    for path, target in zip(paths, one.targets.values(), strict=True):
+        await path.close()
+        opened = one.sources[0].sender.exported
+        assert target.half.handles == (opened, opened)
+
+
+async def test_mapped_cannot_be_had(bed):
+    _, paths = await bed("streamed", "exposed")
+    with pytest.raises(PlanError, match="shared memory"):
+        make_device_path("mapped", paths[0]._route, None)
+    with pytest.raises(ValueError, match="CPU memory"):
+        make_device_path("streamed", dataclasses.replace(paths[0]._route, device=None), None)
+
+
+def test_which_transports_land_on_a_device(peer):
+    manifest = peer.target_manifest(peer.make_spec(seed=1, transport="cuda_ipc", landing="streamed"), 0, 0)
+    assert landing_device("shm", manifest, None) is None
+    assert landing_device("gloo", manifest, [torch.zeros(1)]) is None
+    for buffers in (None, [torch.zeros(1), None]):
+        with pytest.raises(PlanError, match="weights on cpu; transport 'cuda_ipc' needs all of them on one GPU"):
+            landing_device("cuda_ipc", manifest, buffers)
+    meta = [torch.zeros(1), torch.zeros(1, device="meta")]
+    with pytest.raises(PlanError, match="cpu, meta"):
+        landing_device("nccl", manifest, meta)

@@ -1,0 +1,115 @@
+"""The NCCL communicator and its one thread, over what stands for NCCL (`standins`): real threads and a real rendezvous."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from syncline.stages.communicator import Rendezvous
+from syncline.stages.errors import TransportError
+from syncline.stages.nccl_communicator import Issuer, NcclCommunicator
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fabric(standins):
+    return standins.Fabric()
+
+
+@pytest.fixture
+def meet(fabric):
+    """``await meet(size)``: all ranks of a communicator, each with an issuer of its own unless they are given."""
+    names, rendezvous = iter("abcdef"), Rendezvous.host("127.0.0.1", timeout_s=10)
+
+    async def make(size, issuers=None, *, timeout_s=10.0, ranks=None, label="test", **options):
+        issuers = issuers or [Issuer(fabric.runtime()) for _ in range(size)]
+        name = next(names)
+        return await asyncio.gather(
+            *(
+                NcclCommunicator.create(
+                    rendezvous, issuer=issuers[rank], name=name, label=label, rank=rank, size=size, timeout_s=timeout_s,
+                    device=CPU, **options,
+                )
+                for rank in (range(size) if ranks is None else ranks)
+            )
+        )  # fmt: skip
+
+    yield make
+    rendezvous.close()
+
+
+def filled(number, count=10):
+    return torch.full((count,), number, dtype=torch.uint8)
+
+
+async def test_bytes_go_both_ways_and_the_thread_ends_with_the_last(meet):
+    one, other = await meet(2)
+    memory = [filled(0), filled(0), filled(0)]
+    await asyncio.gather(
+        *(one.send(filled(3), 1, 0), one.recv(memory[0], 1, 0), other.recv(memory[1], 0, 0), other.send(filled(4), 0, 0))
+    )
+    await asyncio.gather(one.send_all([filled(5), filled(6)], 1, 1), other.recv_all([memory[1], memory[2]], 0, 1))
+    assert [int(m[0]) for m in memory] == [4, 5, 6]
+    assert any(thread.name == "syncline-nccl" for thread in threading.enumerate())
+    await asyncio.gather(one.close(), other.close())
+    assert not one.usable
+    with pytest.raises(TransportError, match="closed"):
+        await one.send(filled(1), 1, 9)
+
+
+async def test_one_thread_makes_the_calls_of_all_communicators(meet, fabric):
+    issuers = [Issuer(fabric.runtime()) for _ in range(2)]
+    pairs = [await meet(2, issuers, label=label) for label in ("a", "b")]
+    memory = [filled(0), filled(0)]
+    for number, (one, other) in enumerate(pairs):
+        await asyncio.gather(one.send(filled(number + 1), 1, 0), other.recv(memory[number], 0, 0))
+    assert [int(m[0]) for m in memory] == [1, 2]
+    assert len([thread for thread in threading.enumerate() if thread.name == "syncline-nccl"]) == 2
+    await asyncio.gather(*(one.close() for pair in pairs for one in pair))
+
+
+async def test_a_stalled_peer_costs_its_communicator_and_nothing_else(meet, fabric):
+    one, other = await meet(2)
+    fabric.stalled.add((one._link.unique_id, 1))
+    one.set_deadline(0.2)
+    async with asyncio.timeout(10):
+        with pytest.raises(TransportError, match="in time"):
+            await one.send(filled(1), 1, 0)
+    assert not one.usable
+    await other.close()
+    again, fresh = await meet(2)
+    memory = filled(0)
+    await asyncio.gather(again.send(filled(9), 1, 0), fresh.recv(memory, 0, 0))
+    assert int(memory[0]) == 9
+    await asyncio.gather(again.close(), fresh.close())
+
+
+async def test_closing_ends_what_is_under_way_here_and_there(meet):
+    one, other = await meet(2)
+    waiting, there = one.recv(filled(0), 1, 0), other.send(filled(0, 4), 0, 7)
+    await one.close()
+    for signal in (waiting, there):
+        with pytest.raises(TransportError):
+            await signal
+    await other.close()
+
+
+async def test_those_who_do_not_come_are_named_in_time(meet):
+    with pytest.raises(TransportError, match="rank 0 of 2 did not meet"):
+        await meet(2, timeout_s=0.3, ranks=[0])
+    with pytest.raises(TransportError, match="did not meet"):
+        await meet(2, timeout_s=0.3, ranks=[1])
+
+
+async def test_three_ranks_one_way(meet):
+    source, *takers = await meet(3, one_way=True)
+    memory = [filled(0), filled(0)]
+    await asyncio.gather(
+        *(source.send(filled(8), rank, 0) for rank in (1, 2)), *(t.recv(m, 0, 0) for t, m in zip(takers, memory, strict=True))
+    )
+    assert [int(m[0]) for m in memory] == [8, 8]
+    await asyncio.gather(*(one.close() for one in (source, *takers)))
