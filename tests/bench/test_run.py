@@ -26,11 +26,12 @@ SMALL = ("--tensors", "2", "--nbytes", str(4 * 2**20))
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "syncline.bench.cli", "bench", "run", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=220, check=False)
 
     return run
 
 
+@pytest.mark.timeout(240)
 def test_one_configuration(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     how = ["--source", "tp:2", "--target", "tp:2", "--transport", "gloo", "--landing", "streamed", "--bucket-bytes", "1MiB"]
     done = run(*how, *SMALL, "--repeat", "4", "--plot", "rows.png", "--out", "rows.jsonl")

@@ -1,0 +1,115 @@
+"""Who may change a server: by a lock on this host, by the mark at the server beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from syncline.adapters.engines.sglang import SGLangTarget
+from syncline.adapters.engines.sglang.hold import Hold
+from syncline.engine import TransferConfig
+from syncline.engine.errors import BusyError, LoaderError, ProtocolError, TargetUnreachable
+
+
+class Front:
+    """A server that only has a version."""
+
+    def __init__(self, said: str = "3") -> None:
+        self.url, self.said = "http://127.0.0.1:30000", said
+
+    async def weight_version(self) -> str:
+        return self.said
+
+
+@pytest.fixture
+def holds(tmp_path):
+    """``holds(front, place)``: a hold of one who sees the lock files of that place only."""
+    made: list[Hold] = []
+
+    def make(front: Front, place: str = "here", patience_s: float = 60.0) -> Hold:
+        folder = tmp_path / place
+        folder.mkdir(exist_ok=True)
+        made.append(Hold(front, life="one", patience_s=patience_s, folder=folder))
+        return made[-1]
+
+    yield make
+    for hold in made:
+        hold.release()
+
+
+async def test_one_at_a_time_on_one_host(holds) -> None:
+    front = Front()
+    mine, other = holds(front), holds(front)
+    assert await mine.take() == "3" and await mine.take() == "3"
+    with pytest.raises(BusyError, match="another source"):
+        await other.take()
+    front.said = mine.mark()
+    with pytest.raises(BusyError):
+        other.look(front.said)
+    mine.release()
+    assert not mine.held
+    other.look(front.said)  # whose mark it is has gone
+    assert await other.take() == front.said and other.held
+    with pytest.raises(BusyError):
+        await mine.take()
+
+
+async def test_the_mark_keeps_another_host_out_while_it_goes_on(holds) -> None:
+    front = Front()
+    mine, far = holds(front), holds(front, "there", patience_s=0.3)
+    await mine.take()
+    for _ in range(4):  # a bucket now and then
+        front.said = mine.mark()
+        with pytest.raises(BusyError, match="from another host"):
+            await far.take()
+        assert not far.held
+        await mine.confirm()
+    async with asyncio.timeout(20):
+        while not far.held:
+            try:
+                await far.take()  # nothing has come of it for long: a dead one's
+            except BusyError:
+                await asyncio.sleep(0.05)
+    front.said = far.mark()
+    with pytest.raises(LoaderError, match="another process changes it, too"):
+        await mine.confirm()
+
+
+@pytest.mark.parametrize("said", ["syncline-unfinished", "default", "17"])
+async def test_what_nobody_writes_is_free(holds, said: str) -> None:
+    front = Front(said)
+    assert await holds(front, "there").take() == said
+
+
+async def test_a_server_that_is_not_sglang(aiohttp_404) -> None:
+    target = SGLangTarget(aiohttp_404)
+    with pytest.raises(ProtocolError, match="is this an SGLang server"):
+        await target.locate(TransferConfig(connect_timeout_s=10))
+    await target.close()
+
+
+async def test_a_server_that_never_answers() -> None:
+    async def silent(reader, writer) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    target = SGLangTarget(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with pytest.raises(TargetUnreachable, match="did not answer as an SGLang server does"):
+        await target.locate(TransferConfig(connect_timeout_s=0.5))
+    await target.close()
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.fixture
+async def aiohttp_404():
+    from aiohttp import web
+
+    runner = web.AppRunner(web.Application(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
