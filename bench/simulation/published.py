@@ -151,4 +151,4 @@ def _verdict(ratio: float, unit: str) -> str:
     if 1 / _NEAR <= ratio <= _NEAR:
         return "agrees"
     faster = ratio < 1 if unit == "s" else ratio > 1
-    return f"ours is {max(ratio, 1 / ratio):.1f} times {'faster' if faster else 'slower'}"
+    return f"differs: simulated {max(ratio, 1 / ratio):.1f} times {'faster' if faster else 'slower'}"
