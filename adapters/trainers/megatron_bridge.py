@@ -44,18 +44,21 @@ def family_from_bridge(bridge: Any, *, name: str = "bridge") -> Family:
     """
     model = getattr(bridge, "_model_bridge", bridge)
     mappings = model.mapping_registry() if hasattr(model, "mapping_registry") else model
-    rows = tuple(_row(mapping) for mapping in mappings)
+    rows = tuple(row for mapping in mappings if (row := _row(mapping)) is not None)
     names = {row.pattern: row.rule.to for row in rows if isinstance(row.rule, Vocabulary)}
     embedding, head = (names.get(end) for end in _ENDS)
     default = Family(name=name, rows=rows)
     return Family(name=name, rows=rows, embedding=embedding or default.embedding, head=head or default.head)
 
 
-def _row(mapping: Any) -> Row:
+def _row(mapping: Any) -> Row | None:
+    """None for names with two numbers of a kind: there is no telling which is which, and what they map stays unmapped."""
     kind = type(mapping).__name__
     pattern, numbers = _placed(str(mapping.megatron_param), None)
+    if len(numbers) != len(set(numbers)):
+        return None
     rule: Rule = Refused(kind)
-    if len(numbers) == len(set(numbers)) and getattr(mapping, "permute_dims", None) is None:
+    if getattr(mapping, "permute_dims", None) is None:
         rule = _rule(kind, pattern, mapping.hf_param, numbers) or rule
     return Row(pattern, rule, axis=1 if kind == "RowParallelMapping" or _BY_COLUMN.fullmatch(pattern) else None)
 

@@ -207,7 +207,8 @@ def _problems(row: object) -> list[str]:
         used = set(_PLACEHOLDER.findall(name))
         found += [f"{{{key}}} in {name!r} is not in {row.pattern!r}" for key in used - known]
         # Else layers of other stages, or experts of other ranks, would pass for replicas of one tensor.
-        found += [f"{{{key}}} in {row.pattern!r} is not in {name!r}" for key in known & {"layer", "expert"} - used]
+        lacks = (known & {"layer", "expert"}) - used if isinstance(rule, (Same, Vocabulary, Gated, QKV)) else ()
+        found += [f"{{{key}}} in {row.pattern!r} is not in {name!r}" for key in lacks]
     return sorted(found)
 
 

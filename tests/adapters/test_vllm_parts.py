@@ -261,7 +261,7 @@ async def test_a_server_without_the_endpoints_says_what_is_missing() -> None:
 async def test_a_server_without_the_backend_says_which_flag_it_needs() -> None:
     recorder = Recorder("0.32.0")
     recorder.fail["init_weight_transfer_engine"] = 500
-    recorder.why = "Weight transfer not configured. Please set weight_transfer_config to enable weight transfer."  # vLLM's words
+    recorder.why = "Weight transfer not configured. Please set weight_transfer_config to enable weight transfer."  # vLLM's
     async with recorder as url:
         target = VLLMTarget(url)
         with pytest.raises(ProtocolError, match="start it with --weight-transfer-config"):

@@ -44,7 +44,7 @@ async def test_a_server_with_random_weights_is_fenced(served) -> None:
     assert await server.is_paused()
     assert await server.says_nothing()
     (found,) = await states([server.url], timeout_s=30)
-    assert (found.kind, found.state, found.serves) == ("vllm", "PAUSED", False)
+    assert (found.kind, found.state, found.serves) == ("vllm", "FENCED", False)
 
 
 async def test_pushes_arrive(served, source, arrived, well) -> None:
