@@ -126,8 +126,20 @@ async def test_secret_is_read_from_its_file(serve: Any, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("argv", "says"),
-    [([], "no target"), (["ftp://h", "nonsense", "tcp://h:1"], "2 problem"), (["tcp://h:1", "--timeout", "0"], "timeout is 0")],
+    [([], "no target"), (["tcp://h:1", "--timeout", "0"], "timeout is 0")],
 )
 async def test_wrong_usage(capsys: pytest.CaptureFixture[str], argv: list[str], says: str) -> None:
     assert await run(*argv) == 1
     assert says in capsys.readouterr().err
+
+
+async def test_an_address_that_cannot_be_one_is_a_row_of_its_own(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    address = await serve()
+    assert await run(address, "ftp://h", "nonsense", "--json") == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["address"], row["state"] == "UNREACHABLE") for row in rows] == [
+        (address, False),
+        ("ftp://h", True),
+        ("nonsense", True),
+    ]
+    assert all(row["message"] for row in rows[1:])
