@@ -139,7 +139,7 @@ async def _rows(bench: Bench, server: VLLMServer, model: Any, file: Path, tokeni
     peer = bench.add(f"{name}, one after the other", own, kind="peer", nbytes=nbytes, versions=versions)
     alike = bench.add(f"{name}, in a paused server", paused, kind="peer", nbytes=nbytes, versions=versions)
     caught = await _control(bench, server, model, first) if bench.control else None
-    against = {"own_reload": alike.seconds.median, "own_reloads_in_a_row": peer.seconds.median}
+    against = {"own_reload": peer.seconds.median, "own_reload_in_a_paused_server": alike.seconds.median}
     for landing, (pushes, right) in measured.items():
         bench.push_result(
             f"{_ROW}, {landing} push", pushes, nbytes=nbytes, integrity=pushes.ok and right, control=caught,
