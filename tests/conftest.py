@@ -30,7 +30,9 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """``--hypothesis-profile`` wins; else CI repeats the same examples every time."""
+    """Short temporary paths; ``--hypothesis-profile`` wins, else CI repeats the same examples every time."""
+    # A unix socket's path has at most 107 bytes: what a test makes in its tmp_path must fit, whatever TMPDIR is.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/tmp")
     if not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
