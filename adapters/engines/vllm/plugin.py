@@ -1,7 +1,8 @@
 """What vLLM loads of syncline by its entry points, which are all named ``syncline``.
 
 ``vllm.general_plugins``: registers the backend, in every process of vLLM. In the engine's own process it also sees to it that
-nobody resumes an engine whose weights are no whole version: `refuse_to_resume`.
+nobody resumes an engine whose weights are no whole version, and that it leaves the cores to the workers while they load:
+`refuse_to_resume`, `sleep_during_updates`.
 
 Where entry points are not loaded (``VLLM_PLUGINS`` names others), ``--worker-extension-cls
 syncline.adapters.engines.vllm.plugin.WorkerExtension`` registers the backend, too; not the latter.
@@ -32,6 +33,7 @@ def register() -> None:
             BACKEND, "syncline.adapters.engines.vllm.backend", "SynclineWeightTransferEngine"
         )
     refuse_to_resume()
+    sleep_during_updates()
 
 
 def refuse_to_resume() -> None:
@@ -57,6 +59,33 @@ def refuse_to_resume() -> None:
 
     guarded.of_syncline = True  # type: ignore[attr-defined]
     EngineCore.resume_scheduler = guarded
+
+
+def sleep_during_updates() -> None:
+    """Have vLLM's engine sleep, rather than spin, while its workers carry out ``update_weights``.
+
+    It spins for a second after each message, to answer the next one sooner. On few cores that takes one from the loading. Where
+    a release waits in another way, it is left as it is.
+    """
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return
+    call = getattr(EngineCore, "collective_rpc", None)
+    if call is None or getattr(call, "of_syncline", False):
+        return
+
+    @functools.wraps(call)
+    def asleep(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method == "update_weights":
+            for answers in getattr(core.model_executor, "response_mqs", ()):
+                condition = getattr(answers, "_spin_condition", None)
+                if hasattr(condition, "last_read"):
+                    condition.last_read = float("-inf")  # its last message is long ago: it waits to be woken
+        return call(core, method, *args, **kwargs)
+
+    asleep.of_syncline = True  # type: ignore[attr-defined]
+    EngineCore.collective_rpc = asleep
 
 
 class WorkerExtension:
