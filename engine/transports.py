@@ -121,7 +121,7 @@ class Senders:
         if "gloo" in kinds:
             self.by_kind["gloo"] = GlooSender(
                 landing=config.landing, bind_host=config.bind_host, on_lost=on_lost,
-                rendezvous_timeout_s=config.connect_timeout_s,
+                rendezvous_timeout_s=config.connect_timeout_s, program=program,
             )  # fmt: skip
         if "cuda_ipc" in kinds:
             self.by_kind["cuda_ipc"] = CudaIpcSender(
@@ -135,7 +135,7 @@ class Senders:
         if self.issuer is not None and "nccl" in kinds:
             self.by_kind["nccl"] = TwoSidedSender(
                 network=NcclNetwork(self.issuer, home), landing=config.landing, bind_host=config.bind_host,
-                on_lost=on_lost, rendezvous_timeout_s=config.connect_timeout_s,
+                on_lost=on_lost, rendezvous_timeout_s=config.connect_timeout_s, program=program,
             )  # fmt: skip
 
 

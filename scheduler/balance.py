@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .columns import Ints
+from .columns import Ints, ints
 from .cutting import SMALL
 from .options import PlanOptions
 from .patterns import PACK_ALIGN, Fragments, Patterns
@@ -69,7 +69,7 @@ def choose_owners(
     """
     if not len(instances):
         return instances
-    kinds = _kinds(patterns, job, contributor, sides)
+    kinds = _kinds(patterns, job, contributor, sides, options.relays)
     sent = np.array([kind.sent for kind in kinds], np.int64)
     order = np.lexsort((instances, -sent[instances]))
     starts = np.flatnonzero(np.diff(instances[order], prepend=-1)).tolist()
@@ -88,11 +88,11 @@ def choose_owners(
     return owner
 
 
-def _kinds(patterns: Patterns, job: Ints, contributor: Ints, sides: Sides) -> list[_Job]:
+def _kinds(patterns: Patterns, job: Ints, contributor: Ints, sides: Sides, relays: frozenset[int]) -> list[_Job]:
     """All kinds of jobs, in order."""
     units, items, first_unit = patterns.units, patterns.items, job[:-1]
     item = units.item[first_unit]
-    receivers = np.array([len(receivers) for receivers in patterns.audiences], np.int64)[items.audience[item]]
+    receivers = ints([_copies(receivers, sides, relays) for receivers in patterns.audiences])[items.audience[item]]
     sent = np.add.reduceat(_room(units.nbytes, ALIGN), first_unit) * receivers
     beside = _beside(patterns.audiences, sides)[items.audience[item]]
     holding = contributor == np.arange(contributor.shape[1])
@@ -103,6 +103,18 @@ def _kinds(patterns: Patterns, job: Ints, contributor: Ints, sides: Sides) -> li
         _Job(_Fragments(patterns.fragments, slice(*rows), contributor, holding), _Facts(*fact), near)
         for rows, fact, near in zip(fragments, facts, beside, strict=True)
     ]
+
+
+def _copies(audience: Sequence[int], sides: Sides, relays: frozenset[int]) -> int:
+    """How often a bucket is sent by its owner: once for each receiver, or once for each host whose ranks pass it on.
+
+    A host with source ranks is taken for the owner's own: owners are chosen there.
+    """
+    sent: set[tuple[int, str | int]] = set()
+    for place in audience:
+        target, passes = sides.receivers[place].target, sides.host_of_receiver[place] < 0
+        sent.add((target, sides.receiver_hosts[place] if passes and target in relays else place))
+    return len(sent)
 
 
 class _Desk:

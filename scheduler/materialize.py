@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from .programs import (
     Leaves,
     Message,
     Quantization,
+    ReceiverId,
     Region,
     Segment,
     SourceProgram,
@@ -29,6 +32,7 @@ from .programs import (
     TargetTask,
 )
 from .regions import expand, row_steps
+from .relays import Relays
 from .rows import DTYPES, SIZES, Places
 from .sides import Sides
 
@@ -52,6 +56,13 @@ class Routes:
     gather: Gather
     landing_nbytes: Ints
     skipped: tuple[tuple[str, ...], ...]
+    relaying: frozenset[int] = frozenset()
+    """Targets whose ranks pass buckets on."""
+
+    @cached_property
+    def relays(self) -> Relays:
+        """Who passes which bucket on to whom."""
+        return Relays(self.sides, self.patterns.audiences, self.tasks, self.relaying)
 
 
 def source_program(routes: Routes, rank: int, digest: str) -> SourceProgram:
@@ -185,8 +196,10 @@ class _SourceDraft(_Draft):
         routes = self.routes
         first = np.searchsorted(self._task, self._mine).tolist()
         stop = np.searchsorted(self._task, self._mine, side="right").tolist()
-        rows, _ = _segment_rows(routes.tasks, self._mine[routes.tasks.owner[self._mine] == self._rank])
+        owned = self._mine[routes.tasks.owner[self._mine] == self._rank]
+        rows, _ = _segment_rows(routes.tasks, owned)
         segments = self.segments(rows)
+        self._relayed = self._passed_on(owned)
         tasks = (self._make(place, range(a, b), segments) for place, (a, b) in enumerate(zip(first, stop, strict=True)))
         return SourceProgram(
             plan_digest=digest,
@@ -197,6 +210,15 @@ class _SourceDraft(_Draft):
             groups=tuple(np.unique(routes.tasks.group).tolist()),
             total_tasks=len(routes.tasks.owner),
         )
+
+    def _passed_on(self, owned: Ints) -> dict[int, tuple[ReceiverId, ...]]:
+        """By task, the receivers that get it from another one."""
+        if not self.routes.relaying:
+            return {}
+        hops, found = self.routes.relays.hops(owned), defaultdict[int, list[ReceiverId]](list)
+        for task, receiver in zip(*(column[hops.via >= 0].tolist() for column in (hops.task, hops.receiver)), strict=True):
+            found[task].append(self.routes.sides.receivers[receiver])
+        return {task: tuple(receivers) for task, receivers in found.items()}
 
     def _make(self, place: int, rows: range, segments: Iterator[Segment]) -> SourceTask:
         tasks, index = self.routes.tasks, int(self._mine[place])
@@ -216,6 +238,7 @@ class _SourceDraft(_Draft):
         return replace(
             task,
             receivers=tuple(self.routes.sides.receivers[i] for i in audience),
+            relayed=self._relayed.get(index, ()),
             segments=tuple(itertools.islice(segments, count)),
             local=tuple(Copy(self._local[i], self._bucket(i)) for i in rows if self._message[i] < 0),
             receives=tuple(self._messages(rows, receiving=True)),
@@ -266,6 +289,7 @@ class _TargetDraft(_Draft):
         counts = (tasks.first[self._tasks + 1] - tasks.first[self._tasks]).tolist()
         facts = zip(*_lists(self._tasks, tasks.owner[self._tasks], tasks.nbytes[self._tasks], offsets,
                             tasks.shared_offset[self._tasks]), counts, strict=True)  # fmt: skip
+        via, onward = self._relays()
         made = tuple(
             TargetTask(
                 index=index,
@@ -274,6 +298,8 @@ class _TargetDraft(_Draft):
                 landing_offset=at,
                 shared_offset=shared,
                 landings=tuple(itertools.islice(landings, count)),
+                via=via.get(index),
+                onward=tuple(onward.get(index, ())),
             )
             for index, owner, nbytes, at, shared, count in facts
         )
@@ -288,6 +314,20 @@ class _TargetDraft(_Draft):
             digest_kind=digest_kind,
             skipped=routes.skipped[self._holder],
         )
+
+    def _relays(self) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """By task, the rank that passes it on to this receiver, and the ranks that this receiver passes it on to."""
+        via: dict[int, int] = {}
+        onward: defaultdict[int, list[int]] = defaultdict(list)
+        if self.routes.relaying:
+            hops, receivers = self.routes.relays.hops(self._tasks), self.routes.sides.receivers
+            mine = (hops.receiver == self._receiver) & (hops.via >= 0)
+            for task, sender in zip(hops.task[mine].tolist(), hops.via[mine].tolist(), strict=True):
+                via[task] = receivers[sender].rank
+            given = hops.via == self._receiver
+            for task, taker in zip(hops.task[given].tolist(), hops.receiver[given].tolist(), strict=True):
+                onward[task].append(receivers[taker].rank)
+        return via, onward
 
     def _lay_out(self) -> tuple[Ints, int]:
         """This receiver's own landing space: all parts of an item from wherever they come, side by side."""

@@ -37,6 +37,8 @@ class PlanOptions:
         wire_format: how weights that a target holds as FP8 are quantized: ``auto`` reads it off the scales that the target
             declares beside them, a format's name (`syncline.scheduler.formats`) adds what they don't tell (blocks other
             than 128 x 128, powers of two), ``cast`` quantizes nothing.
+        relays: targets whose ranks pass buckets on to each other where that saves sending them between hosts more than once
+            (`syncline.scheduler.relays`).
         modules_to_not_convert: modules whose weights must not be quantized, as checkpoints list them.
     """
 
@@ -52,6 +54,7 @@ class PlanOptions:
     stage_host: bool = False
     wire_format: str = "auto"
     modules_to_not_convert: tuple[str, ...] = ()
+    relays: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "max_tmp_bytes", "leaf_bytes", "min_tasks_in_flight"):
@@ -75,4 +78,6 @@ class PlanOptions:
         scope = None if self.scope is None else sorted(self.scope)
         sizes = (self.bucket_bytes, self.max_tmp_bytes, self.leaf_bytes, self.min_tasks_in_flight)
         formats = (self.stage_host, self.wire_format, self.modules_to_not_convert)
-        return (*sizes, self.route, self.landing, self.shared_landing, self.verify, scope, *formats)
+        return (
+            *sizes, self.route, self.landing, self.shared_landing, self.verify, scope, *formats, sorted(self.relays),
+        )  # fmt: skip

@@ -127,11 +127,8 @@ class Plan:
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """Bytes that each source rank sends: its buckets once for each receiver, and messages to other owners."""
-        tasks, messages = self.routes.tasks, self.routes.gather.messages
-        audience = np.array([len(receivers) for receivers in self.routes.patterns.audiences], np.int64)
-        buckets = np.bincount(tasks.owner, tasks.nbytes * audience[tasks.audience], self.world_size)
-        return tuple((buckets + np.bincount(messages.rank, messages.nbytes, self.world_size)).astype(np.int64).tolist())
+        """Bytes that each source rank sends: buckets, once for each receiver that gets them from it, and messages to owners."""
+        return tuple(self.traffic.sent.tolist())
 
     @property
     def balance(self) -> float:
@@ -240,6 +237,7 @@ def build_plan(sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]
         gather=gathered,
         landing_nbytes=landing_nbytes,
         skipped=canonical.skipped,
+        relaying=options.relays,
     )
     digests = tuple(tuple(m.digest for m in manifests) for manifests in (sides.manifests, *sides.targets))
     return Plan(options=options, manifest_digests=digests, routes=routes)

@@ -125,6 +125,7 @@ class SourceTask:
             is not landing memory, packed messages, staging of received messages, copies out of mapped files).
         landing_offset: where the bucket lies in the owner's landing space (shared by all receivers on a host).
         receivers: who gets the bucket (owner only; empty for contributors).
+        relayed: those of them that get it from another rank of their target, not from the owner.
         segments: wire layout of the bucket (owner only).
         local: copies out of this rank's own buffers into the bucket (owner only).
         receives: messages from contributors (owner only).
@@ -140,6 +141,7 @@ class SourceTask:
     tmp_bytes: int
     landing_offset: int
     receivers: tuple[ReceiverId, ...] = ()
+    relayed: tuple[ReceiverId, ...] = ()
     segments: tuple[Segment, ...] = ()
     local: tuple[Copy, ...] = ()
     receives: tuple[Message, ...] = ()
@@ -188,7 +190,12 @@ class Landing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetTask:
-    """A bucket as one receiver takes it: from source rank ``owner``, ``nbytes`` long."""
+    """A bucket as one receiver takes it: assembled by source rank ``owner``, ``nbytes`` long.
+
+    Attributes:
+        via: rank of the receiver's own target that passes it on to the receiver; None: it comes from the owner.
+        onward: ranks of the receiver's own target that the receiver passes it on to.
+    """
 
     index: int
     owner: int
@@ -196,6 +203,8 @@ class TargetTask:
     landing_offset: int
     shared_offset: int
     landings: tuple[Landing, ...]
+    via: int | None = None
+    onward: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,6 +99,9 @@ def _check_places(program: TargetProgram, problems: Problems) -> None:
             problems.add(f"{where} has {task.nbytes} bytes; buckets have at most {program.bucket_nbytes}")
         if not 0 <= task.shared_offset <= shared.get(task.owner, -1) - task.nbytes:
             problems.add(f"{where} lies beyond the landing space of its owner {task.owner}")
+        others = {task.via, *task.onward} - {None}
+        if program.receiver.rank in others or (task.via is not None and task.onward):
+            problems.add(f"{where} comes from rank {task.via} and goes on to ranks {list(task.onward)}")
     spans = ((task.landing_offset, task.nbytes) for task in program.tasks)
     _check_apart(spans, program.landing_nbytes, "buckets in landing space", problems)
 

@@ -76,6 +76,11 @@ class Sides:
         return ints([self._hosts.get(m.host, -1) for manifests in self.targets for m in manifests])
 
     @cached_property
+    def receiver_hosts(self) -> tuple[str, ...]:
+        """The host of every receiver, by name."""
+        return tuple(m.host for manifests in self.targets for m in manifests)
+
+    @cached_property
     def _hosts(self) -> dict[str, int]:
         return {host: number for number, host in enumerate(dict.fromkeys(m.host for m in self.manifests))}
 

@@ -39,12 +39,14 @@ class Traffic:
 
     Attributes:
         delivered: from source ranks to receivers (positions among all receivers of the plan).
+        passed: from receivers to receivers of the same target on their host (both are such positions).
         moved: from source ranks to the source ranks that assemble buckets.
         padding: of the delivered bytes, those that belong to no tensor.
         source_hosts, receiver_hosts: equal numbers are one host.
     """
 
     delivered: Pairs
+    passed: Pairs
     moved: Pairs
     padding: int
     source_hosts: Ints
@@ -52,8 +54,8 @@ class Traffic:
 
     @property
     def needed(self) -> int:
-        """Delivered bytes without padding: what the receivers keep."""
-        return int(self.delivered.nbytes.sum()) - self.padding
+        """Bytes without padding that receivers get: what they keep."""
+        return int(self.delivered.nbytes.sum() + self.passed.nbytes.sum()) - self.padding
 
     @property
     def sent(self) -> Ints:
@@ -69,7 +71,8 @@ class Traffic:
     @property
     def received(self) -> Ints:
         """Bytes that each receiver takes."""
-        return _by(self.delivered.taker, self.delivered.nbytes, len(self.receiver_hosts))
+        takers = len(self.receiver_hosts)
+        return _by(self.delivered.taker, self.delivered.nbytes, takers) + _by(self.passed.taker, self.passed.nbytes, takers)
 
     def busiest(self, link: float, host: float) -> list[Busy]:
         """Of those who send, who gather and who receive the busiest one each, if every link works at full rate both ways.
@@ -87,6 +90,8 @@ class Traffic:
         give = give + _seconds(moved.sender, moved.nbytes, len(sources), rate=beside)
         take = _seconds(moved.taker, moved.nbytes, len(sources), rate=beside)
         land = _seconds(out.taker, out.nbytes, len(receivers), rate=near)
+        beside_them = np.full(len(self.passed.taker), host)
+        land = land + _seconds(self.passed.taker, self.passed.nbytes, len(receivers), rate=beside_them)
         found = [
             Busy(seconds=float(cost.max(initial=0.0)), side=side, rank=int(cost.argmax()) if len(cost) else 0, sends=sends)
             for cost, side, sends in ((give, "source", True), (take, "source", False), (land, "receiver", False))
@@ -96,25 +101,48 @@ class Traffic:
 
 def count(routes: Routes) -> Traffic:
     """Add up the tasks and messages of a plan."""
-    tasks, messages, audiences = routes.tasks, routes.gather.messages, routes.patterns.audiences
-    world, kinds, takers = routes.sides.world, len(audiences), len(routes.sides.receivers)
-    size = np.array([len(receivers) for receivers in audiences], np.int64)
-    total = np.bincount(tasks.owner * kinds + tasks.audience, tasks.nbytes, world * kinds).astype(np.int64)
-    key = np.flatnonzero(total)
-    row, place = expand(size[key % max(kinds, 1)])
-    flat = np.concatenate([np.array(receivers, np.int64) for receivers in audiences] or [np.zeros(0, np.int64)])
-    taker = flat[(np.cumsum(size) - size)[key[row] % max(kinds, 1)] + place]
-    delivered = _pairs(key[row] // max(kinds, 1), taker, total[key][row], takers)
-    copies = size[tasks.audience]
+    tasks, messages, world = routes.tasks, routes.gather.messages, routes.sides.world
+    delivered, passed = _relayed(routes) if routes.relaying else _straight(routes)
+    copies = _sizes(routes)[tasks.audience]
     payload = np.bincount(routes.segments.task, routes.patterns.units.nbytes[routes.segments.unit], len(tasks.owner))
     hosts = [m.host for m in (*routes.sides.manifests, *(m for ms in routes.sides.targets for m in ms))]
     numbers = np.array([hosts.index(host) for host in hosts], np.int64)
     return Traffic(
         delivered=delivered,
+        passed=passed,
         moved=_pairs(messages.rank, tasks.owner[messages.task], messages.nbytes, world),
         padding=int(((tasks.nbytes - payload) * copies).sum()),
         source_hosts=numbers[:world],
         receiver_hosts=numbers[world:],
+    )
+
+
+def _sizes(routes: Routes) -> Ints:
+    """Receivers of each audience."""
+    return np.array([len(receivers) for receivers in routes.patterns.audiences], np.int64)
+
+
+def _straight(routes: Routes) -> tuple[Pairs, Pairs]:
+    """What is delivered and passed on where nobody passes anything on: by owner and audience, not task by task."""
+    tasks, audiences, size = routes.tasks, routes.patterns.audiences, _sizes(routes)
+    world, kinds, takers = routes.sides.world, len(audiences), len(routes.sides.receivers)
+    total = np.bincount(tasks.owner * kinds + tasks.audience, tasks.nbytes, world * kinds).astype(np.int64)
+    key = np.flatnonzero(total)
+    row, place = expand(size[key % max(kinds, 1)])
+    flat = np.concatenate([np.array(receivers, np.int64) for receivers in audiences] or [np.zeros(0, np.int64)])
+    taker = flat[(np.cumsum(size) - size)[key[row] % max(kinds, 1)] + place]
+    none = np.zeros(0, np.int64)
+    return _pairs(key[row] // max(kinds, 1), taker, total[key][row], takers), Pairs(none, none, none)
+
+
+def _relayed(routes: Routes) -> tuple[Pairs, Pairs]:
+    """What is delivered and passed on, of all tasks."""
+    tasks, takers = routes.tasks, len(routes.sides.receivers)
+    task, receiver, via = routes.relays.hops(np.arange(len(tasks.owner)))
+    out, on = via < 0, via >= 0
+    return (
+        _pairs(tasks.owner[task[out]], receiver[out], tasks.nbytes[task[out]], takers),
+        _pairs(via[on], receiver[on], tasks.nbytes[task[on]], takers),
     )
 
 

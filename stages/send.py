@@ -68,7 +68,8 @@ class SendStage:
         self.sent_bytes = 0
 
     def start(self, task: int) -> Completion | None:
-        receivers = [receiver for receiver in self._tasks[task].receivers if receiver in self._live]
+        passed_on = self._tasks[task].relayed  # by others of their target, with which they are lost
+        receivers = [r for r in self._tasks[task].receivers if r in self._live and r not in passed_on]
         if not receivers:
             return None
         sending = self._sendings[task] = _Sending(self, self._tasks[task].nbytes, receivers)

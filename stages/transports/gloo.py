@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from syncline.scheduler.programs import TargetProgram
+from syncline.scheduler.programs import SourceProgram, TargetProgram
 
 from ..communicator import Communicator, Rendezvous
 from ..workers import Workers
@@ -23,7 +23,7 @@ class GlooNetwork:
         self._bind_host = bind_host
 
     async def meet(
-        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, size: int, timeout_s: float
+        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, size: int, timeout_s: float, one_way: bool
     ) -> Communicator:
         return await Communicator.create(
             rendezvous, name=name, rank=rank, size=size, bind_host=self._bind_host, timeout_s=timeout_s
@@ -37,12 +37,16 @@ class GlooSender(TwoSidedSender):
         landing: landing mode.
         bind_host: address that rendezvous and connections bind to.
         on_lost: see `OnLost`.
+        program: see `TwoSidedSender`.
     """
 
-    def __init__(self, *, landing: LandingMode, bind_host: str, on_lost: OnLost, rendezvous_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, *, landing: LandingMode, bind_host: str, on_lost: OnLost, rendezvous_timeout_s: float = 60.0,
+        program: SourceProgram | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             network=GlooNetwork(bind_host), landing=landing, bind_host=bind_host, on_lost=on_lost,
-            rendezvous_timeout_s=rendezvous_timeout_s,
+            rendezvous_timeout_s=rendezvous_timeout_s, program=program,
         )  # fmt: skip
 
 

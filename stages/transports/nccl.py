@@ -1,9 +1,9 @@
 """NCCL, device memory to device memory, within a host and between hosts. See `two_sided` for how it works.
 
 Between two ranks NCCL moves messages in the order in which both sides issue them. The source issues buckets in the plan's
-order (`plan_order`, told to the `Issuer` when a push begins), receivers take them in that order. All communicators of a
-device share one issuer: a gather among source ranks and sends to several targets never overtake each other differently on
-different ranks.
+order (`plan_order`, told to the `Issuer` when a push begins); receivers take them, and pass them on, in that order. All
+communicators of a device share one issuer: a gather among source ranks and sends to several targets never overtake each other
+differently on different ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class NcclNetwork:
         self._issuer = issuer
 
     async def meet(
-        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, size: int, timeout_s: float
+        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, size: int, timeout_s: float, one_way: bool
     ) -> NcclCommunicator:
         return await NcclCommunicator.create(
             rendezvous, issuer=self._issuer, name=name, label=label, rank=rank, size=size, timeout_s=timeout_s,
-            device=self.device, one_way=True,
+            device=self.device, one_way=one_way,
         )  # fmt: skip
 
 
@@ -74,5 +74,5 @@ def _sends(task: SourceTask, target: int, members: Sequence[int], live: Collecti
     if not frames(task.segments, task.nbytes):
         return
     for receiver in task.receivers:
-        if receiver.target == target and receiver in live:
+        if receiver.target == target and receiver in live and receiver not in task.relayed:
             yield Key(f"target-{target}", True, 1 + members.index(receiver.rank), task.index)

@@ -1,5 +1,7 @@
 """What two-sided transports share: each source rank has one communicator with the ranks of each target that it sends to.
 
+Ranks of a target that pass buckets on to each other have another one, for each source rank: see `relay`.
+
 Bytes only, point to point only, the task's index as tag. A bucket is one message, or several: large segments travel alone
 (`syncline.stages.frames`), out of the trainer's memory and, with ``streamed`` landing, into live parameters, where both are
 contiguous and of one type. A receiver posts its receives in plan order: two buckets at a time into buffers of its own or
@@ -13,12 +15,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import msgspec
 import torch
 
-from syncline.scheduler.programs import ReceiverId, SourceTask
+from syncline.scheduler.programs import ReceiverId, SourceProgram, SourceTask
 
 from ..communicator import Rendezvous, unique_name
 from ..completions import Completion, Signal
@@ -26,61 +27,21 @@ from ..errors import TransportError
 from ..frames import Frame, FrameTable
 from ..workers import call_in_thread
 from .base import LandingMode, Loan, OnLost
-
-
-class Linked(Protocol):
-    """A communicator as these transports use it; `syncline.stages.communicator.Communicator` is one."""
-
-    @property
-    def usable(self) -> bool:
-        """False after the first error, or `abort`."""
-        ...
-
-    def set_deadline(self, timeout_s: float) -> None:
-        """Operations started from now on fail ``timeout_s`` seconds from now."""
-        ...
-
-    def send_all(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Signal[None]:
-        """Send several messages in order."""
-        ...
-
-    def recv_all(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Signal[None]:
-        """Receive several messages in order."""
-        ...
-
-    def abort(self) -> Signal[None]:
-        """Start closing; ends when nothing is under way any more."""
-        ...
-
-    async def close(self, timeout_s: float = 5.0) -> None:
-        """`abort`, for a bounded time."""
-        ...
-
-
-class Network(Protocol):
-    """What communicators are made of.
-
-    Attributes:
-        kind: the transport's name.
-        device: where the memory lies that they move.
-    """
-
-    kind: str
-    device: torch.device
-
-    async def meet(self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, size: int, timeout_s: float) -> Linked:
-        """Meet the other members. Rank 0 will send, the others receive. ``label``: what it is for, on this rank."""
-        ...
+from .linked import Linked, Network
 
 
 class TwoSidedOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of one target need to link up: rank 0 of the communicator is the source rank, ``members`` follow."""
+    """What the ranks of one target need to link up: rank 0 of the communicator is the source rank, ``members`` follow.
+
+    ``relays`` are those of them that share the other communicator, in order; none if nothing is passed on.
+    """
 
     kind: str
     endpoint: str
     name: str
     mode: LandingMode
     members: list[int]
+    relays: list[int] = []
 
 
 class _TargetLink:
@@ -110,14 +71,16 @@ class TwoSidedSender:
         landing: landing mode.
         bind_host: address that the rendezvous binds to.
         on_lost: see `OnLost`.
+        program: what this rank sends; says which receivers get it from each other. None: none do.
     """
 
     in_place = False
     lends = True
 
     def __init__(
-        self, *, network: Network, landing: LandingMode, bind_host: str, on_lost: OnLost, rendezvous_timeout_s: float = 60.0
-    ) -> None:
+        self, *, network: Network, landing: LandingMode, bind_host: str, on_lost: OnLost, rendezvous_timeout_s: float = 60.0,
+        program: SourceProgram | None = None,
+    ) -> None:  # fmt: skip
         if landing == "mapped":
             raise TransportError(f"landing 'mapped' needs shared memory; {network.kind} has none")
         self.kind = network.kind
@@ -126,6 +89,7 @@ class TwoSidedSender:
         self._bind_host = bind_host
         self._on_lost = on_lost
         self._timeout_s = rendezvous_timeout_s
+        self._relays = relaying(program) if program is not None else {}
         self._rendezvous: Rendezvous | None = None
         self._links: dict[int, _TargetLink] = {}
         self._closing: set[Signal[None]] = set()
@@ -153,8 +117,9 @@ class TwoSidedSender:
             link = _TargetLink(target, sorted(r.rank for r in receivers if r.target == target))
             self._links[target] = link
             offer = TwoSidedOffer(
-                kind=self.kind, endpoint=self._rendezvous.endpoint, name=link.name, mode=self._mode, members=link.ranks
-            )
+                kind=self.kind, endpoint=self._rendezvous.endpoint, name=link.name, mode=self._mode, members=link.ranks,
+                relays=self._relays.get(target, []),
+            )  # fmt: skip
             offers[target] = msgspec.msgpack.encode(offer)
         return offers
 
@@ -223,6 +188,7 @@ class TwoSidedSender:
                 rank=0,
                 size=1 + len(link.ranks),
                 timeout_s=timeout_s,
+                one_way=True,
             )
         )
         dropped = asyncio.create_task(link.dropped.wait())
@@ -276,3 +242,12 @@ class TwoSidedSender:
 def parts_of(cut: Sequence[Frame], bucket: torch.Tensor, elsewhere: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
     """The memory of each message: in the bucket, or elsewhere."""
     return [elsewhere[f.start] if f.start in elsewhere else bucket[f.start : f.start + f.nbytes] for f in cut]
+
+
+def relaying(program: SourceProgram) -> dict[int, list[int]]:
+    """By target, the ranks that get something from this source rank that some of them pass on to others."""
+    found: dict[int, set[int]] = {}
+    for task in program.tasks:
+        for target in {receiver.target for receiver in task.relayed}:
+            found.setdefault(target, set()).update(r.rank for r in task.receivers if r.target == target)
+    return {target: sorted(ranks) for target, ranks in found.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +19,9 @@ from ..errors import TransportError
 from ..frames import FrameTable
 from ..workers import Workers, call_in_thread
 from .base import LandingMode, PrivateLease, decode_offer
-from .two_sided import Linked, Network, TwoSidedOffer, parts_of
+from .linked import Linked, Network
+from .relay import Relay
+from .two_sided import TwoSidedOffer, parts_of
 
 _WINDOW = {"streamed": 2, "staged": 4}
 _PLACED_WINDOW = 8
@@ -53,6 +55,9 @@ class TwoSidedHalf:
         self._mode: LandingMode = landing
         self._workers = workers
         self._communicators: dict[int, Linked] = {}
+        self._relays: dict[int, Relay] = {}
+        self._passing: dict[int, Signal[None]] = {}  # tasks that are being passed on
+        self._released: dict[int, torch.Tensor] = {}  # buffers of such, that are not needed otherwise
         self._landing = torch.empty(0, dtype=torch.uint8, device=network.device)
         self._free: list[torch.Tensor] = []
         self._held: dict[int, torch.Tensor] = {}
@@ -86,11 +91,13 @@ class TwoSidedHalf:
 
     async def begin(self, push_id: str, *, timeout_s: float) -> None:
         if self._posted:  # they would take the bytes of this push for those of the last
-            for communicator in self._communicators.values():
-                _ = communicator.abort()
+            self._abort()
         self.check()
         for communicator in self._communicators.values():
             communicator.set_deadline(timeout_s)
+        for owner, relay in self._relays.items():
+            passed = [task for task in self._program.tasks if task.owner == owner and (task.via is not None or task.onward)]
+            relay.begin(passed, timeout_s=timeout_s)
         self._error = None
         self._arrivals = {}
         self._free += self._held.values()
@@ -105,7 +112,9 @@ class TwoSidedHalf:
 
     def release(self, task: TargetTask) -> None:
         buffer = self._held.pop(task.index, None)
-        if buffer is not None:
+        if buffer is not None and task.index in self._passing:
+            self._released[task.index] = buffer
+        elif buffer is not None:
             self._free.append(buffer)
             self._post()
 
@@ -143,6 +152,9 @@ class TwoSidedHalf:
         for rank, communicator in self._communicators.items():
             if not communicator.usable:
                 raise TransportError(f"the {self._network.kind} link with source rank {rank} has broken; link anew")
+        for rank, relay in self._relays.items():
+            if not relay.communicator.usable:
+                raise TransportError(f"the {self._network.kind} link to ranks that pass on what rank {rank} sends has broken")
         if not set(self._program.owners) <= set(self._communicators):
             raise TransportError("this half is not linked")
 
@@ -156,15 +168,23 @@ class TwoSidedHalf:
         return PrivateLease()
 
     async def end(self, committed: bool) -> None:
+        while committed and self._passing:  # the others have it all: these are as good as over
+            with contextlib.suppress(TransportError):
+                await next(iter(self._passing.values()))
         self._fail(TransportError("the push is over"))
         if not committed or self._posted:
-            for communicator in self._communicators.values():
-                _ = communicator.abort()
+            self._abort()
 
     async def close(self, timeout_s: float = 5.0) -> None:
         self._fail(TransportError("this link is closed"))
-        communicators, self._communicators = self._communicators, {}
-        await asyncio.gather(*(communicator.close(timeout_s) for communicator in communicators.values()))
+        communicators = [*self._communicators.values(), *(relay.communicator for relay in self._relays.values())]
+        self._communicators, self._relays = {}, {}
+        await asyncio.gather(*(communicator.close(timeout_s) for communicator in communicators))
+
+    def _abort(self) -> None:
+        """Nothing more goes over these links."""
+        for communicator in (*self._communicators.values(), *(relay.communicator for relay in self._relays.values())):
+            _ = communicator.abort()
 
     async def _allocate(self) -> None:
         def touched(nbytes: int) -> torch.Tensor:
@@ -189,17 +209,32 @@ class TwoSidedHalf:
         me = self._program.receiver
         if me.rank not in offer.members:
             raise TransportError(f"the offer of source rank {rank} is for ranks {offer.members}, not for rank {me.rank}")
+        passes = any(task.owner == rank and (task.via is not None or task.onward) for task in self._program.tasks)
+        if passes and me.rank not in offer.relays:
+            raise TransportError(f"the offer of source rank {rank} has only ranks {offer.relays} pass on what it sends")
         until = asyncio.get_running_loop().time() + timeout_s
         join = partial(Rendezvous.join, offer.endpoint, timeout_s=timeout_s)
         rendezvous = await call_in_thread(join, name="syncline-rendezvous")
-        self._communicators[rank] = await self._network.meet(
-            rendezvous,
-            name=offer.name,
-            label=f"source-{rank}",
-            rank=1 + offer.members.index(me.rank),
-            size=1 + len(offer.members),
-            timeout_s=max(0.001, until - asyncio.get_running_loop().time()),
-        )
+        meet = partial(
+            self._network.meet, rendezvous, timeout_s=max(0.001, until - asyncio.get_running_loop().time())
+        )  # fmt: skip
+        async with asyncio.TaskGroup() as meeting:
+            with_source = meeting.create_task(
+                meet(
+                    name=offer.name, label=f"source-{rank}", rank=1 + offer.members.index(me.rank),
+                    size=1 + len(offer.members), one_way=True,
+                )
+            )  # fmt: skip
+            if me.rank in offer.relays:
+                meeting.create_task(self._meet_relays(rank, offer, meet))
+            self._communicators[rank] = await with_source
+
+    async def _meet_relays(self, owner: int, offer: TwoSidedOffer, meet: Callable[..., Awaitable[Linked]]) -> None:
+        communicator = await meet(
+            name=f"{offer.name}-relay", label=f"source-{owner}-relay", rank=offer.relays.index(self._program.receiver.rank),
+            size=len(offer.relays), one_way=False,
+        )  # fmt: skip
+        self._relays[owner] = Relay(communicator, offer.relays)
 
     @property
     def _window(self) -> int:
@@ -235,13 +270,16 @@ class TwoSidedHalf:
             self._follow(task, memory, self._recv(task, parts))
 
     def _recv(self, task: TargetTask, parts: Sequence[torch.Tensor]) -> Signal[None]:
-        received = self._communicators[task.owner].recv_all(parts, 0, task.index)
+        if task.via is None:
+            received = self._communicators[task.owner].recv_all(parts, 0, task.index)
+        else:
+            received = self._relays[task.owner].recv(task, parts)
         self._under_way.add(received)
         received.subscribe(lambda: self._under_way.discard(received))
         return received
 
     def _follow(self, task: TargetTask, memory: torch.Tensor, received: Signal[None]) -> None:
-        received.subscribe(partial(self._received, task.index, memory, received))
+        received.subscribe(partial(self._received, task, memory, received))
 
     def _has_room(self, task: TargetTask) -> bool:
         """Whether a bucket may be posted. Until live memory is opened, none may."""
@@ -264,13 +302,32 @@ class TwoSidedHalf:
         buffer = self._held[task.index] = self._free.pop()
         return buffer[: task.nbytes]
 
-    def _received(self, task: int, memory: torch.Tensor, received: Signal[None]) -> None:
+    def _received(self, task: TargetTask, memory: torch.Tensor, received: Signal[None]) -> None:
         self._posted -= 1
         if received.error is not None:
-            self._fail(TransportError(f"task {task}: {received.error}"))
+            self._fail(TransportError(f"task {task.index}: {received.error}"))
         elif self._error is None:
-            self._arrival(task).set(memory)
+            if task.onward:
+                self._pass_on(task, memory)
+            self._arrival(task.index).set(memory)
             self._post()
+
+    def _pass_on(self, task: TargetTask, memory: torch.Tensor) -> None:
+        parts = parts_of(self._frames.of(task), memory, self._open.get(task.index, {}))
+        sent = self._passing[task.index] = self._relays[task.owner].send(task, parts)
+        self._under_way.add(sent)
+        sent.subscribe(partial(self._passed_on, task, sent))
+
+    def _passed_on(self, task: TargetTask, sent: Signal[None]) -> None:
+        self._under_way.discard(sent)
+        if self._passing.get(task.index) is sent:
+            del self._passing[task.index]
+        buffer = self._released.pop(task.index, None)
+        if buffer is not None:
+            self._free.append(buffer)
+        if sent.error is not None:
+            self._fail(TransportError(f"task {task.index}, passed on to ranks {list(task.onward)}: {sent.error}"))
+        self._post()
 
     def _arrival(self, task: int) -> Signal[torch.Tensor]:
         signal = self._arrivals.get(task)
@@ -283,5 +340,7 @@ class TwoSidedHalf:
     def _fail(self, error: TransportError) -> None:
         """Nothing more arrives in this push. What has arrived is there to be taken."""
         self._error = self._error or error
+        for relay in self._relays.values():
+            relay.fail(error)
         for signal in self._arrivals.values():
             signal.fail(error)

@@ -74,9 +74,11 @@ def make_spec(
     files: bool = False,
     shapes: list[list[int]] | None = None,
     device: str = "",
+    apart: bool = False,
 ) -> dict[str, Any]:
     """A transfer as plain data; everything else follows from it, alike in every process. ``targets``: ranks of each.
 
+    ``apart``: targets are on another host, as far as the plan knows, and their ranks pass buckets on to each other.
     ``device``: buckets pass through memory of that device (``cuda``), while weights stay where they are.
     """
     random = np.random.default_rng(seed)
@@ -93,6 +95,7 @@ def make_spec(
         "seed": seed, "transport": transport, "landing": landing, "sources": sources, "targets": list(targets),
         "shapes": shapes, "dtypes": dtypes, "bucket_bytes": bucket_bytes, "watermark": watermark, "verify": verify,
         "leaf_bytes": leaf_bytes, "route": route, "cast": cast, "files": files, "device": device,
+        "apart": apart,
     }  # fmt: skip
 
 
@@ -156,7 +159,8 @@ def target_manifest(spec: dict[str, Any], target: int, rank: int) -> Manifest:
             piece = Piece(tensor=index, box=box, buffer=len(buffers), offset=0, strides=strides, dtype=tensor.dtype)
             pieces.append(piece)
             buffers.append(Buffer(name=f"{tensor.name}.{len(buffers)}", nbytes=size, padding=padding))
-    return Manifest(rank=rank, world_size=world, host="here", tensors=tensors, pieces=pieces, buffers=buffers, movable=True)
+    host = "there" if spec["apart"] else "here"
+    return Manifest(rank=rank, world_size=world, host=host, tensors=tensors, pieces=pieces, buffers=buffers, movable=True)
 
 
 def _strides(shape: list[int], *, transposed: bool = False, pad: int = 0) -> tuple[int, ...]:
@@ -207,6 +211,7 @@ def _plan(text: str) -> Plan:
             route=spec["route"],
             verify=spec["verify"],
             shared_landing=spec["transport"] == "shm" and spec["landing"] != "streamed",
+            relays=frozenset(range(len(targets)) if spec["apart"] else ()),
         ),
     )
 
@@ -271,13 +276,12 @@ class SourceRank:
 
     def _make_sender(self, directory: str | None) -> Any:
         if self.spec["transport"] == "gloo":
-            return GlooSender(landing=self.spec["landing"], bind_host=LOOPBACK, on_lost=self._lost)
+            return GlooSender(landing=self.spec["landing"], bind_host=LOOPBACK, on_lost=self._lost, program=self.program)
         if self.spec["transport"] == "nccl":
             self.issuer = Issuer(nccl_runtime(self.spec))
             return TwoSidedSender(
                 network=NcclNetwork(self.issuer, torch.device(self.spec["device"] or "cpu")), landing=self.spec["landing"],
-                bind_host=LOOPBACK,
-                on_lost=self._lost,
+                bind_host=LOOPBACK, on_lost=self._lost, program=self.program,
             )  # fmt: skip
         if self.spec["transport"] == "cuda_ipc":
             self.runtime = ipc_runtime(self.spec)
