@@ -51,7 +51,7 @@ from .steps import Enter, HeadNote, Linked, LossNote, Manifests, Offers, Opening
 from .targets import Target, TargetHandle
 from .trace_clock import Trip
 from .trace_log import MarkColumns, RankLog, SpanColumns, Step, TaskColumns
-from .transports import transport_kinds
+from .transports import relaying, transport_kinds
 from .wiring import Wiring
 
 T = TypeVar("T")
@@ -482,6 +482,7 @@ def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest],
         wire_format=config.wire_format,
         modules_to_not_convert=tuple(config.modules_to_not_convert),
         stage_host=on_device(targets),
+        relays=relaying(kinds) if config.relay else frozenset(),
     )
     try:
         plan = build_plan(sources, targets, options)

@@ -32,6 +32,9 @@ ON_DEVICE = frozenset({"cuda_ipc", "nccl"})
 LENDING = frozenset({"gloo", "cuda_ipc", "nccl"})
 """Transports that send segments from where they lie (`Sender.lends`)."""
 
+TWO_SIDED = frozenset({"gloo", "nccl"})
+"""Transports whose ranks of a target can pass buckets on to each other."""
+
 _ALONE_ON_HOST = frozenset({"shm", "cuda_ipc"})
 
 
@@ -142,3 +145,8 @@ class Senders:
 def in_place(kinds: Mapping[int, str]) -> frozenset[int]:
     """Targets whose buckets are assembled in memory of their transport."""
     return frozenset(target for target, kind in kinds.items() if kind in IN_PLACE)
+
+
+def relaying(kinds: Mapping[int, str]) -> frozenset[int]:
+    """Targets whose ranks can pass buckets on to each other."""
+    return frozenset(target for target, kind in kinds.items() if kind in TWO_SIDED)

@@ -45,6 +45,7 @@ BAD = [
     ({"bind_host": "0.0.0.0"}, "beyond loopback and secret is not set"),
     ({"verify": "yes"}, "verify is 'yes'"),
     ({"trace": 1}, "trace is 1"),
+    ({"relay": "no"}, "relay is 'no'"),
 ]
 
 
