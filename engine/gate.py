@@ -8,6 +8,10 @@
 A forward pass that comes while a commit (or a ``streamed`` push) is under way waits for its end; on a fenced target it
 raises `NotServing`. A pass that is already running is always let out first: it never sees parameters change.
 
+On a GPU a pass runs on after its call has returned: kernels are only queued then. So the gate is given a ``mark``: a pass
+that leaves is over when the device has done what the leaving thread had launched on its current stream. Launch a pass on that
+stream, or let that stream wait for it.
+
 In a target of several ranks the passes are started by the leader rank, which is paused first and resumed last. A rank
 whose passes were let in while the leader's wait at the gate could not be paused.
 """
@@ -17,9 +21,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
+
+from syncline.stages.watch import Poll, Watch
 
 from .errors import NotServing
 from .messages import InFlight
@@ -60,14 +67,18 @@ class Gate:
 
     Args:
         version: what forward passes may read from the start; None: the gate starts fenced.
+        mark: called by each pass that leaves, on its thread; what it returns says when a device has done what that thread has
+            launched (None: at once).
     """
 
-    def __init__(self, *, version: int | None = None) -> None:
+    def __init__(self, *, version: int | None = None, mark: Callable[[], Poll | None] = lambda: None) -> None:
         self._changed = threading.Condition()
         self._mode: Literal["open", "paused", "fenced"] = "fenced" if version is None else "open"
         self._version = version
         self._reason = "nothing was committed yet"
         self._inside = 0
+        self._mark = mark
+        self._launched: deque[Poll] = deque()  # what passes that have left may still have under way on a device
         self._waiting: set[Callable[[], None]] = set()
 
     @property
@@ -120,17 +131,35 @@ class Gate:
             raise NotServing(self._too_long(timeout_s)) from None
 
     def leave(self) -> None:
-        """End a forward pass."""
-        with self._changed:
-            self._inside -= 1
-            if self._inside == 0:
-                self._notify()
+        """End a forward pass: what it has launched on this thread's current stream is waited for by the next `pause`."""
+        try:
+            launched = self._mark()
+            if launched is not None:
+                with self._changed:
+                    self._launched.append(launched)
+                    self._drained()  # else they would add up between pauses
+        finally:
+            with self._changed:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._notify()
 
     async def pause(self, in_flight: InFlight = "keep") -> None:
-        """Let no forward pass in; returns when the running ones are out. ``in_flight`` is for whoever knows requests."""
+        """Let no forward pass in; returns when the running ones are out and the device has done what they launched.
+
+        It never blocks the loop, and may be cancelled. ``in_flight`` is for whoever knows requests.
+        """
         with self._changed:
             self._mode = "paused"
             self._notify()
+        await self._empty()
+        watch = Watch()
+        try:
+            await watch.until(self._drained)
+        finally:
+            watch.close()
+
+    async def _empty(self) -> None:
         while True:
             with self._changed:
                 if self._inside == 0:
@@ -152,6 +181,13 @@ class Gate:
         with self._changed:
             self._mode, self._reason = "fenced", reason
             self._notify()
+
+    def _drained(self) -> bool:
+        """Whether the devices have done what all passes that have left had launched. Forgets what is done."""
+        with self._changed:
+            while self._launched and self._launched[0]():
+                self._launched.popleft()
+            return not self._launched
 
     def _admit(self) -> int:
         if self._mode == "fenced" or self._version is None:

@@ -27,6 +27,8 @@ class Landed(NamedTuple):
 class Loader(Protocol):
     """The weights of one rank of a target. Called from one worker thread at a time, never from the event loop.
 
+    What it launches on a GPU belongs on the current stream of the calling thread: then it is waited for.
+
     Two families. One whose live memory may be written from outside (any ``nn.Module``) returns it from `buffers`; the
     receiver then writes pieces straight into it and never calls `install`. The other (engines with a loader of their
     own) returns None and gets everything through `install`. A loader may be of both: where an entry of `buffers` is None,
@@ -63,11 +65,19 @@ class Serving(Protocol):
     """The forward passes of one rank of a target."""
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Returns once no forward pass runs and none will start."""
+        """Returns once no forward pass runs and none will start.
+
+        On a GPU that means: the device has done it. A pass whose call has returned may only be queued, and weights are written
+        as soon as this returns, on streams that know nothing of the engine's: synchronize the device, or ask an event that was
+        recorded behind the last pass. (vLLM's and SGLang's own pauses end with a drained device.)
+        """
         ...
 
     async def resume(self, version: int) -> None:
-        """Let forward passes run again, all on ``version``. Prefix caches of older versions are dropped by now."""
+        """Let forward passes run again, all on ``version``, from any stream: the device has written the weights by now.
+
+        Prefix caches of older versions are dropped, too.
+        """
         ...
 
 

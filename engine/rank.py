@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 from syncline.scheduler.layout import Manifest
 from syncline.stages.completions import TaskScope
+from syncline.stages.device_marks import DeviceMarks
 from syncline.stages.transports.base import Lease
+from syncline.stages.watch import Watch
 from syncline.stages.workers import Workers
 
 from .control import traceback_text
@@ -75,6 +77,7 @@ class Rank:
         rank, world_size: place in the target.
         host: see `syncline.engine.host.host_id`.
         gate: of this rank's forward passes.
+        marks: the gate's; also says when what the loader has launched is done.
         serving: the engine's own say; None: the gate alone.
         initial_version: what the live parameters hold; None starts fenced.
         initial_digest: see `Fence`.
@@ -93,6 +96,7 @@ class Rank:
         world_size: int,
         host: str,
         gate: Gate,
+        marks: DeviceMarks,
         serving: Serving | None,
         initial_version: int | None,
         initial_digest: str = "",
@@ -110,6 +114,7 @@ class Rank:
         self.manifest_digest = ""
         self._host = host
         self._switch = Switch(gate, serving)
+        self._marks = marks
         self._make_half = make_half
         self._on_commit = on_commit
         self._scope = scope
@@ -154,6 +159,7 @@ class Rank:
                 lambda: (manifest.to_bytes(), manifest.digest)
             )
             self._manifest = manifest
+            self._marks.of(manifest.buffers.devices)
         return self._manifest_bytes
 
     async def refresh(self, timeout_s: float) -> None:
@@ -404,6 +410,13 @@ class Rank:
             hooked = await self._loader.call(self._on_commit, update.version)
             if inspect.isawaitable(hooked):
                 await hooked
+        await self._loaded()
+
+    async def _loaded(self) -> None:
+        """Wait until the GPU has done what the loader has launched: a pass on any stream may read the weights from then on."""
+        behind = await self._loader.call(self._marks)
+        if behind is not None:
+            await Watch().until(behind)
 
     async def _resume(self, update: _Update) -> None:
         self.fence.resumed(update.push_id)

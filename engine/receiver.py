@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from syncline.stages.completions import TaskScope
+from syncline.stages.device_marks import DeviceMarks
 
 from .address import Address
 from .control_server import ControlServer
@@ -102,7 +103,8 @@ class Receiver:
             problems += error.problems
         if problems:
             raise ConfigError(problems)
-        self.gate = Gate(version=initial_version)
+        self._marks = DeviceMarks()
+        self.gate = Gate(version=initial_version, mark=self._marks)
         if not isinstance(loader, Loader):
             raise ConfigError([f"loader is a {type(loader).__name__}; wrap it: ModuleLoader(model)"])
         self._loader = loader
@@ -137,6 +139,7 @@ class Receiver:
             world_size=world_size,
             host=await asyncio.to_thread(host_id),
             gate=self.gate,
+            marks=self._marks,
             serving=self._serving,
             initial_version=self._initial_version,
             initial_digest=self._initial_digest,
