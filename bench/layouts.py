@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,18 @@ class Model:
     def of(cls, shape: Architecture) -> Model:
         rows = tuple(parameters(shape))
         return cls(shape=shape, rows=rows, table=tensor_table(rows, shape.dtype))
+
+    @cached_property
+    def _by_expert(self) -> Mapping[int, Sequence[int]]:
+        """Rows of each expert; -1: of none."""
+        found: dict[int, list[int]] = {}
+        for index, parameter in enumerate(self.rows):
+            found.setdefault(parameter.expert, []).append(index)
+        return found
+
+    def rows_with(self, experts: Iterable[int]) -> list[int]:
+        """Rows that a rank with these experts may hold, in order: theirs, and all that are of no expert."""
+        return sorted(itertools.chain.from_iterable(self._by_expert.get(expert, ()) for expert in (-1, *experts)))
 
     @property
     def aliases(self) -> dict[str, str]:

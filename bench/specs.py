@@ -7,11 +7,12 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from syncline.engine.control_client import ControlClient
 from syncline.scheduler.errors import SynclineError
-from syncline.scheduler.layout import Manifest
+from syncline.scheduler.layout import Layout, Manifest
 
 from .layouts import Model, fsdp, manifests_of, whole_layout
 from .splits import Engine, Megatron
@@ -44,6 +45,7 @@ class SpecError(SynclineError):
 
 def read_source(texts: Sequence[str], model: Model | None, ranks_per_host: int) -> list[Manifest]:
     """Manifests of all source ranks. Raises `SpecError`."""
+    _hosted(ranks_per_host)
     if not texts:
         raise SpecError(f"there is no source: {FORMS}")
     if any(Path(text).exists() for text in texts):
@@ -74,8 +76,14 @@ def read_source(texts: Sequence[str], model: Model | None, ranks_per_host: int) 
     raise SpecError(f"source {texts[0]!r} is of no known form; {FORMS}")
 
 
-def read_targets(texts: Sequence[str], model: Model | None, ranks_per_host: int, timeout_s: float) -> list[list[Manifest]]:
-    """Manifests of all ranks of each target. Raises `SpecError`, or `ControlError` for a target that does not answer."""
+def read_targets(
+    texts: Sequence[str], model: Model | None, ranks_per_host: int, timeout_s: float, *, movable: bool = False
+) -> list[list[Manifest]]:
+    """Manifests of all ranks of each target. ``movable``: loaders of targets of a form let parameters move.
+
+    Raises `SpecError`, or `ControlError` for a target that does not answer.
+    """
+    _hosted(ranks_per_host)
     if not texts:
         raise SpecError(f"there is no target: {FORMS}")
     targets: list[list[Manifest]] = []
@@ -89,18 +97,20 @@ def read_targets(texts: Sequence[str], model: Model | None, ranks_per_host: int,
         elif path.exists():
             files.setdefault(path.parent, []).append(path)
         else:
-            targets += _built(text, model, ranks_per_host, len(targets))
+            hosts, layouts = _built(text, model, len(targets))
+            layouts = [replace(layout, movable=True) for layout in layouts] if movable else layouts
+            targets += [manifests_of(layouts, host, ranks_per_host) for host in hosts]
     return targets + [_saved(paths) for paths in files.values()]
 
 
-def _built(text: str, model: Model | None, ranks_per_host: int, before: int) -> list[list[Manifest]]:
+def _built(text: str, model: Model | None, before: int) -> tuple[list[str], list[Layout]]:
+    """The hosts of targets that are alike, and what each rank of one holds."""
     times, kind, numbers, flags = _parsed(text)
     shape = _needed(text, model)
     _bounded(text, numbers, times)
     hosts = [f"engine{before + i}-" for i in range(times)]
     if kind == "full" and not flags:
-        world = _only(text, numbers, ("",)).get("", 1)
-        return [manifests_of([whole_layout(shape)] * world, host, ranks_per_host) for host in hosts]
+        return hosts, [whole_layout(shape)] * _only(text, numbers, ("",)).get("", 1)
     if kind != "tp":
         raise SpecError(f"target {text!r} is of no known form; {FORMS}")
     unknown = sorted(flags - {"unfused", "whole"})
@@ -111,7 +121,7 @@ def _built(text: str, model: Model | None, ranks_per_host: int, before: int) -> 
     tp = sizes.pop("", sizes.pop("tp", 1))
     engine = Engine(tp=tp, **sizes, fused="unfused" not in flags, whole="whole" in flags)
     _fits(text, engine.problems(shape.shape))
-    return [engine.manifests(shape, host, ranks_per_host) for host in hosts]
+    return hosts, engine.layouts(shape)
 
 
 def _parsed(text: str) -> tuple[int, str, dict[str, int], set[str]]:
@@ -147,6 +157,11 @@ def _bounded(text: str, numbers: Mapping[str, int], times: int = 1) -> None:
         raise SpecError(f"{text!r}: {max([ranks, *numbers.values()])} ranks are above the limit of {_MOST}")
     if ranks > _MANY:
         print(f"{text}: planning {ranks} ranks may take minutes", file=sys.stderr, flush=True)
+
+
+def _hosted(ranks_per_host: int) -> None:
+    if ranks_per_host < 1:
+        raise SpecError(f"ranks_per_host is {ranks_per_host}; give how many ranks share a host, at least 1")
 
 
 def _sparse(text: str, sizes: Mapping[str, int], model: Model) -> None:

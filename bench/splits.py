@@ -70,11 +70,13 @@ class Megatron:
     def _layout(self, model: Model, rank: int) -> Layout:
         shape, t, stage = model.shape, rank % self.tp, rank // (self.tp * self.dp)
         mine = np.array_split(np.arange(shape.layers), self.pp)[stage].tolist()
+        experts = part(shape.experts, self.ep, self._expert_place(rank)[0])
         draft = Draft(model, expert_group=1)
         padded = -(-shape.vocab // (_VOCAB_PAD * self.tp)) * _VOCAB_PAD * self.tp
         qkv: dict[str, list[int]] = {}
-        for index, p in enumerate(model.rows):
-            last = stage == self.pp - 1
+        last = stage == self.pp - 1
+        for index in model.rows_with(experts):
+            p = model.rows[index]
             if p.role == "embed":
                 if stage == 0 or (shape.tied and last):
                     draft.vocabulary(p.name, index, part(padded, self.tp, t))
@@ -94,10 +96,8 @@ class Megatron:
     def _in_layer(self, draft: Draft, model: Model, rank: int, index: int) -> None:
         p, t, parts = model.rows[index], rank % self.tp, self.tp
         if p.expert >= 0:
-            e, t = self._expert_place(rank)
+            _, t = self._expert_place(rank)
             parts = self.etp
-            if p.expert not in part(model.shape.experts, self.ep, e):
-                return
         if p.role in {"gate", "up"}:  # [gate; up] of this rank
             rows = part(p.shape[0], parts, t)
             draft.rows(sibling(p.name, "linear_fc1"), index, rows, len(rows) * p.shape[1] if p.role == "up" else 0)
@@ -154,21 +154,25 @@ class Engine:
         return found + indivisible(self, sizes)
 
     def manifests(self, model: Model, host: str, ranks_per_host: int) -> list[Manifest]:
+        return manifests_of(self.layouts(model), host, ranks_per_host)
+
+    def layouts(self, model: Model) -> list[Layout]:
+        """What each rank holds; targets on other hosts hold the same."""
         sparse = bool(model.shape.experts)
         keys = [(r % self.tp, r if sparse else 0) for r in range(self.world)]
-        return manifests_of(share_equal(keys, lambda rank: self._layout(model, rank)), host, ranks_per_host)
+        return share_equal(keys, lambda rank: self._layout(model, rank))
 
     def _layout(self, model: Model, rank: int) -> Layout:
         draft = Draft(model)
         ends: dict[str, int] = {}
         padded = -(-model.shape.vocab // (64 * self.tp)) * 64 * self.tp
-        mine = part(model.shape.experts, self.ep, rank // self.etp) if model.shape.experts else range(0)
-        for index, p in enumerate(model.rows):
+        mine = part(model.shape.experts, self.ep, rank // self.etp)
+        for index in model.rows_with(mine):
+            p = model.rows[index]
             if p.role in {"embed", "head"}:
                 draft.vocabulary(p.name, index, part(padded, self.tp, rank % self.tp))
             elif p.expert >= 0:
-                if p.expert in mine:
-                    self._expert(draft, p, index, rank, p.expert - mine.start)
+                self._expert(draft, p, index, rank, p.expert - mine.start)
             elif p.role == "whole":
                 draft.whole(p.name, index)
             elif p.role in {"columns", "down"}:
@@ -213,5 +217,6 @@ def kimi_k2_manifests(
 ) -> Fleet:
     """A model of Kimi-K2's shapes: HSDP over ``replicas * shards`` ranks to targets with TP 8 and EP 32."""
     model, engine = Model.of(shape or kimi_k2()), engine or Engine(tp=8, dp=4, ep=32)
-    served = [engine.manifests(model, f"engine{target}-", 8) for target in range(targets)]
+    layouts = engine.layouts(model)
+    served = [manifests_of(layouts, f"engine{target}-", 8) for target in range(targets)]
     return Fleet(fsdp(model, shards=shards, replicas=replicas), served)
