@@ -68,13 +68,18 @@ def _trace(outcome: Outcome, addresses: Sequence[str], config: TransferConfig) -
         version=outcome.version,
         details=[RankTrace.of(log, offset.seconds - origin, offset.error_s) for log, offset in logs],
         targets=[
-            TargetTrace.of(address, target.log or TargetLog(), -origin, target.error)
+            TargetTrace.of(address, target.log or TargetLog(), -origin, _why(target))
             for address, target in zip(addresses, outcome.targets, strict=True)
         ],
         voting=(outcome.voting[0] - origin, outcome.voting[1] - origin),
         knobs=_knobs(config),
         origin=origin,
     )
+
+
+def _why(target: TargetOutcome) -> str:
+    """Why a target did not commit, in words; empty if it did."""
+    return f"{target.error}: {target.message}" if target.error else ""
 
 
 def _knobs(config: TransferConfig) -> dict[str, int | str]:

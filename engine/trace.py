@@ -17,6 +17,7 @@ from syncline.scheduler.waits import Wait, find_waits
 
 from .errors import ConfigError
 from .messages import LandingTime
+from .trace_check import contradictions
 from .trace_log import RankLog, Span, SpanView, Step, TargetLog, TaskRow
 
 __all__ = ["STAGES", "RankTrace", "Span", "Step", "TargetTrace", "TaskRow", "Trace", "Wait"]
@@ -29,6 +30,8 @@ _PIDS = 1_000_000
 """Process numbers that a push takes in a file with several."""
 _ONE_RUN_S = 86_400.0
 """Pushes whose clocks are further apart are not of one process."""
+_SHOWN = 10
+"""Contradictions of a file that are told one by one."""
 FORMAT = 1
 """Of what `Trace.save` writes beside the trace events."""
 
@@ -83,7 +86,7 @@ class TargetTrace:
         asked, answered: it was asked to vote and commit, and had done so.
         commit_s, pause_s: as in `TargetReport`.
         landings: one for each of its ranks, if the target says.
-        error: why it did not commit; empty if it did.
+        error: why it did not commit, as ``"TargetLost: ..."``; empty if it did.
     """
 
     address: str
@@ -162,7 +165,7 @@ class Trace:
         """Read a trace that `save` wrote.
 
         Raises:
-            ConfigError: the file cannot be read or is no such trace.
+            ConfigError: the file cannot be read, is no such trace, or what it says does not fit together (it was edited).
         """
         try:
             found = msgspec.json.decode(Path(path).read_bytes(), type=_File)
@@ -170,6 +173,10 @@ class Trace:
             raise ConfigError([f"the trace {path} cannot be read: {error}"]) from error
         except msgspec.DecodeError as error:
             raise ConfigError([f"{path} is no trace that this version of syncline has written: {error}"]) from error
+        problems = contradictions(found.syncline)
+        if problems:
+            more = [f"and {len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else []
+            raise ConfigError([f"{path} does not fit together: {text}" for text in problems[:_SHOWN]] + more)
         return found.syncline
 
 

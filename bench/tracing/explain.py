@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from .playback import play
 from .work import Work
 
 _SHOWN = 5
+_MOST = 8
+"""Ranks, waits and targets that have a line each."""
+_FEW = 3
 _ALIKE = 0.15
 
 
@@ -80,27 +84,80 @@ def _shares(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _lines(explanation: Explanation) -> Iterator[str]:
+    """The verdict first: what comes after it is what it was made from."""
     trace = explanation.trace
-    ranks = len(trace.details)
-    yield f"push of version {trace.version}: {trace.seconds * 1e3:.1f} ms, {ranks} source ranks, {len(trace.targets)} targets"
+    sizes = f"{_count(len(trace.details), 'source rank')}, {_count(len(trace.targets), 'target')}"
+    yield f"push of version {trace.version}: {trace.seconds * 1e3:.1f} ms, {sizes}"
+    yield from _outcome(trace)
+    yield ""
+    yield from _verdict(explanation)
     yield ""
     yield "what it waited for, one thing after the other (critical path):"
     for what, share in explanation.shares.items():
-        on = {segment.rank for segment in explanation.path if segment.what == what and segment.rank >= 0}
-        where = f"  on ranks {', '.join(map(str, sorted(on)))}" if on and ranks > 1 else ""
+        where = _where(explanation, what) if len(trace.details) > 1 else ""
         yield f"  {share:6.1%}  {share * trace.seconds * 1e3:9.1f} ms  {_WORDS.get(what, what)}{where}"
     yield ""
     yield "how long each stage was busy, by rank (they overlap):"
-    for rank, spans in enumerate(trace.ranks):
-        busy = {name: busy_seconds((s.start, s.end) for s in spans if s.stage == name) for name in STAGES}
-        yield f"  rank {rank}:  " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in busy.items())
+    yield from _busy(trace)
     if explanation.waits:
         yield ""
         yield "what the first task in line of each stage waited for, summed over stages and ranks:"
-        yield from (f"  {seconds * 1e3:9.1f} ms  {_CAUSES.get(name, name)}" for name, seconds in explanation.waits.items())
-    yield from _targets(trace)
-    yield ""
-    yield from _verdict(explanation)
+        waits = explanation.waits.items()
+        yield from _top(f"  {seconds * 1e3:9.1f} ms  {_CAUSES.get(name, name)}" for name, seconds in waits)
+    targets = list(_targets(trace))
+    if targets:
+        yield ""
+        yield "what the targets did:"
+        yield from _top(targets)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _top(lines: Iterable[str]) -> Iterator[str]:
+    """As many as there is a use in reading."""
+    every = list(lines)
+    yield from every[:_MOST]
+    if len(every) > _MOST:
+        yield f"  and {len(every) - _MOST} more"
+
+
+def _outcome(trace: Trace) -> Iterator[str]:
+    """How a push ended that did not reach everybody, and how far it came."""
+    lost = [target for target in trace.targets if target.error]
+    if not lost:
+        return
+    yield from _top(f"  target {target.address} did not commit: {target.error}" for target in lost)
+    sends = sum("send" in row.stages for rank in trace.details for row in rank.tasks)
+    sent = sum(span.stage == "send" for spans in trace.ranks for span in spans)
+    yield f"  {sent} of {_count(sends, 'task')} went out to the end"
+
+
+def _where(explanation: Explanation, what: str) -> str:
+    """The ranks that have a part in a share of the path; of many the one with the largest."""
+    on = dict(_shares((str(s.rank), s.seconds) for s in explanation.path if s.what == what and s.rank >= 0))
+    if not on:
+        return ""
+    if len(on) <= _FEW:
+        return f"  on rank{'s' if len(on) > 1 else ''} {', '.join(sorted(on, key=int))}"
+    return f"  on {len(on)} ranks, most of it on rank {next(iter(on))}"
+
+
+def _busy(trace: Trace) -> Iterator[str]:
+    """A line for each rank, or, of many, one for each stage."""
+    busy = [
+        {name: busy_seconds((s.start, s.end) for s in spans if s.stage == name) for name in STAGES} for spans in trace.ranks
+    ]
+    if len(busy) <= _MOST:
+        for rank, stages in enumerate(busy):
+            yield f"  rank {rank}:  " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in stages.items())
+        return
+    for name in STAGES:
+        longest = sorted(range(len(busy)), key=lambda rank: -busy[rank][name])
+        seconds = [stages[name] for stages in busy]
+        most = ", ".join(f"{busy[rank][name] * 1e3:.1f} ms on rank {rank}" for rank in longest[:_FEW])
+        yield f"  {name}:  least {min(seconds) * 1e3:.1f} ms, median {statistics.median(seconds) * 1e3:.1f} ms; most {most}"
 
 
 def _targets(trace: Trace) -> Iterator[str]:
@@ -114,8 +171,6 @@ def _targets(trace: Trace) -> Iterator[str]:
 
 def _verdict(explanation: Explanation) -> Iterator[str]:
     off = explanation.played_s / explanation.trace.seconds - 1 if explanation.trace.seconds else 0.0
-    if abs(off) > _ALIKE:
-        yield f"(played back unchanged, the push takes {off:+.0%}: what is said of gains is rough)"
     if not explanation.findings:
         yield "nothing stands out: no single stage, rank, knob or target would make this push 5% faster"
     for number, finding in enumerate(explanation.findings[:_SHOWN], start=1):
@@ -123,12 +178,16 @@ def _verdict(explanation: Explanation) -> Iterator[str]:
         yield f"{number}. {finding.because} ({share:.0%} of the push)"
         if finding.advice:
             yield f"   {finding.advice}"
+    if abs(off) > _ALIKE:
+        yield f"(played back unchanged, the push takes {off:+.0%}: what is said of gains is rough)"
 
 
 _WORDS = {
+    "send": "send: out of the source's ranks and into the targets, whichever of the two holds it up",
     "steps": "getting ready: steps that all ranks and targets take before the first byte",
     "votes": "votes and commits of the targets",
     "loop": "event loops that had not come to it yet",
+    "abandoned": "work that was under way when the last target was lost",
 }
 _CAUSES = {
     "watermark": "the watermark (max_tmp_bytes)",

@@ -21,6 +21,7 @@ KNOBS = frozenset(field.name for field in fields(TransferConfig))
 
 _LEAST = 0.05
 """A finding that would gain a smaller part of the push is not worth a word."""
+_TINY_S = 1e-9
 _SLOW_RANK = 1.5
 """So many times as long as the others do is what a slow rank takes."""
 _STEPS_UP = 6
@@ -59,7 +60,8 @@ def find(trace: Trace, work: Work) -> list[Finding]:
     base = play(work)
     found = [*_stages(trace, work, base), *_ranks(work, base), *_watermark(work, base), *_overhead(work, base)]
     found += [*_targets(trace), *_control(trace)]
-    return sorted((each for each in found if each.gain_s >= _LEAST * trace.seconds), key=lambda each: -each.gain_s)
+    least = max(_LEAST * trace.seconds, _TINY_S)
+    return sorted((each for each in found if each.gain_s >= least), key=lambda each: -each.gain_s)
 
 
 def _stages(trace: Trace, work: Work, base: float) -> Iterator[Finding]:
@@ -185,10 +187,15 @@ def _control(trace: Trace) -> Iterator[Finding]:
     before = min((rank.piped for rank in trace.details), default=0.0)
     longest = max((step for rank in trace.details for step in rank.steps), key=lambda step: step.end - step.start, default=None)
     if longest is not None:
+        silent = [target.address for target in trace.targets if target.error and target.ready is None]
         yield Finding(
-            cause="control", what=longest.name, gain_s=before / 2, knobs={},
+            cause="control", what=longest.name, gain_s=before / 2, knobs={"target_timeout_s": "shorter"} if silent else {},
             because=f"{_ms(before)} pass before the pipeline begins, most of them in step {longest.name!r}",
-            advice="steps other than enter and start make links or the plan anew: the next push does not have them",
+            advice=(
+                f"{' and '.join(silent)} never got ready; target_timeout_s says how long such a target is waited for"
+                if silent
+                else "steps other than enter and start make links or the plan anew: the next push does not have them"
+            ),
         )  # fmt: skip
 
 

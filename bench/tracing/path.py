@@ -22,7 +22,8 @@ class Segment(NamedTuple):
 
     Attributes:
         rank: of the source; -1 for the targets' votes.
-        what: a stage, ``loop`` (an event loop had not come to it), ``steps`` (all ranks and targets get ready) or ``votes``.
+        what: a stage, ``loop`` (an event loop had not come to it), ``steps`` (all ranks and targets get ready), ``votes``,
+            or ``abandoned`` (work without an end, because every target was lost).
         task: the task, or group of a barrier; -1 where there is none.
         via: what it held up until it was over: the cause of a wait (see `syncline.scheduler.waits`), ``task`` (the same task's
             next stage), ``rank`` (work of another rank on the same task), ``end``.
@@ -83,6 +84,8 @@ class _Walk:
         self._ranks = [_Rank(details, trace.waits[rank]) for rank, details in enumerate(trace.details)]
         self._shared = together(trace.details)
         self._at = ("", -1)
+        barriers = sum(span.stage == "barrier" for details in trace.details for span in details.spans)
+        self._cut = barriers < sum(len(details.groups) for details in trace.details)
 
     def back(self) -> Iterator[Segment]:
         details = self._trace.details
@@ -95,7 +98,7 @@ class _Walk:
             if span is None:
                 break
             if span.end < now:
-                yield Segment(rank, "loop", -1, span.end, now, via)
+                yield Segment(rank, "abandoned" if via == "end" and self._cut else "loop", -1, span.end, now, via)
             rank, now = yield from self._work(rank, span, min(now, span.end), via)
             span, now, via = yield from self._before(rank, now)
         began = min(each.began for each in details)

@@ -72,6 +72,8 @@ class Work:
         parts = together(trace.details)
         costs: dict[Piece, Cost] = {}
         for rank, details in enumerate(trace.details):
+            for group in details.groups:  # a push whose targets are all lost ends before its barriers
+                costs[Piece(rank, "barrier", group)] = Cost(0.0)
             for span in details.spans:
                 costs[Piece(rank, span.stage, span.task)] = Cost(span.end - span.start)
         for (stage, index), ranks in parts.items():
