@@ -1,4 +1,4 @@
-"""The command line: ``syncline demo | serve | serve-sglang | status | doctor | plan | bench run``.
+"""The command line, ``syncline COMMAND``: `COMMANDS` lists the commands.
 
 A command's module is imported when the command is run, so that ``syncline --help`` is quick and works without any
 optional package. A command is a function whose one argument is a dataclass, which tyro fills in, and which returns the exit
@@ -167,6 +167,18 @@ def run(command: Command, argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``syncline``. Returns the exit code: 0 well, 1 failed, 2 wrong usage or a missing extra, 130 stopped."""
     args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _main(args)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone can still be caught
+    except BrokenPipeError:  # whoever read the output has had enough
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 0
+
+
+def _main(args: Sequence[str]) -> int:
     if not args or args[0] in {"-h", "--help", "help"}:
         print(usage())
         return 0 if args else 2
@@ -187,13 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in _OPTIONAL:
             raise
         return _lacks(command, [name])
-    except SynclineError as error:
+    except BrokenPipeError:
+        raise
+    except (SynclineError, OSError) as error:  # an OSError: of a file that the user has named, or of a full disk
         return _fail(f"syncline {command.name}: {type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
         return _fail(f"syncline {command.name}: stopped", 130)
-    except BrokenPipeError:  # whoever read the output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _lacks(command: Command, names: Sequence[str]) -> int:

@@ -26,6 +26,7 @@ from .measure.phases import Phases, Quantiles
 from .measure.provenance import Provenance, load
 from .measure.pushes import Pushes
 from .measure.rows import Kind, Row, Skipped, line, whole_config
+from .outputs import check_outputs
 
 SLACK_BYTES = 64 << 20
 """Temporary device memory that a push may have beyond its watermark: tables of launches, and what allocators round up."""
@@ -239,6 +240,7 @@ def table(rows: Sequence[Row | Skipped]) -> Iterator[str]:
 
 def main(args: GpuArgs) -> int:
     """Exit code: 0 if every result is right, 1 if one is wrong or a row failed, 2 without a GPU. Ratios are only told."""
+    check_outputs(args.out)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         build = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
         print(f"syncline bench gpu: no GPU here ({build}); nothing was measured", file=sys.stderr)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from syncline.engine.config import parse_size
+from syncline.engine import TransferConfig
 
 from .bed import bed
 from .bench import Bench
@@ -24,7 +24,8 @@ from .torchrl_peer import SCHEMES
 from .vllm_row import vllm_rows
 
 _TARGETS = 2
-_LEAST = 10  # so that at least five are warm, whatever the ramp is like
+LEAST = 10
+"""Pushes of each row, so that at least five are warm, whatever the ramp is like."""
 TORCHRL = Package(distribution="torchrl", imports="torchrl.weight_update", module="syncline.bench.measure.torchrl_peer")
 ENGINE = Package(
     distribution="checkpoint-engine", imports="checkpoint_engine.ps", module="syncline.bench.measure.checkpoint_engine_peer"
@@ -34,8 +35,6 @@ NAMES = ("awex", "torchrl", "checkpoint-engine", "vllm")
 
 async def peer_rows(bench: Bench) -> None:
     """All rows."""
-    if bench.repeat < _LEAST:
-        raise BenchError(f"--peers compares medians of at least {_LEAST // 2} warm samples: --repeat {_LEAST} or more")
     where = f"1 source rank to {_TARGETS}"
     async with bed(bench.setup(targets=_TARGETS, movable=True)) as here:
         for transport, landing in (("shm", "mapped"), ("shm", "staged"), ("gloo", "staged")):
@@ -46,7 +45,7 @@ async def peer_rows(bench: Bench) -> None:
     for scheme in SCHEMES:
         await _foreign_row(bench, TORCHRL, f"torchrl {scheme}, {where}", [{"scheme": scheme, "workers": _TARGETS}])
     shared = {"workers": _TARGETS, "port": _free_port(), "token": secrets.token_hex(4)}
-    shared["bucket_bytes"] = parse_size(bench.knobs["bucket_bytes"])
+    shared["bucket_bytes"] = TransferConfig(**bench.knobs).bucket
     ranks = [{**shared, "rank": rank} for rank in range(_TARGETS)]
     await _foreign_row(bench, ENGINE, f"checkpoint-engine gloo and shm, 1 of {_TARGETS} ranks to all workers", ranks)
     await direct_rows(bench)

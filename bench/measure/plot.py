@@ -52,7 +52,7 @@ def plot_rows(rows: Sequence[Row | Skipped], path: Path) -> bool:
         if any(row.kind == kind for row in shown):
             axes.barh(0, 0, color=colour, label=_LABELS[kind])
     figure.legend(loc="outside lower right", ncols=3, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     return True
 
 

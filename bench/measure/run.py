@@ -14,6 +14,8 @@ from typing import Any
 
 import uvloop
 
+from syncline.bench.outputs import check_outputs
+from syncline.engine import TransferConfig
 from syncline.engine.config import Transport
 from syncline.engine.messages import Landing
 from syncline.scheduler.options import Route
@@ -21,7 +23,7 @@ from syncline.scheduler.options import Route
 from .bed import Setup, bed, setup_of
 from .bench import Bench
 from .errors import BenchError
-from .peers import NAMES, peer_rows
+from .peers import LEAST, NAMES, peer_rows
 from .plot import plot_rows
 from .rows import Row, Skipped
 from .suites import SUITES, Suite
@@ -57,7 +59,8 @@ class RunArgs:
     nbytes: int = 409_600_000
     """Bytes of each push, float32, in ``tensors`` tensors."""
     max_tmp_bytes: str = "256MiB"
-    bucket_bytes: str = "32MiB"
+    bucket_bytes: str | None = None
+    """By default a quarter of the watermark, at most 32MiB."""
     h2d_concurrency: int = 2
     prepare_concurrency: int = 2
     send_concurrency: int = 2
@@ -76,11 +79,11 @@ class RunArgs:
     """Print a table at the end, on standard error."""
 
     def knobs(self) -> dict[str, Any]:
-        """Those of every push."""
+        """Those of every push; what is not here has its default."""
         names = (
             "max_tmp_bytes", "bucket_bytes", "h2d_concurrency", "prepare_concurrency", "send_concurrency", "workers", "verify",
         )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def configuration(self) -> tuple[Setup, dict[str, Any]] | None:
         """The one that was asked for, if any."""
@@ -109,6 +112,9 @@ def bench_of(args: RunArgs) -> Bench:
     """The bench that ``args`` ask for."""
     if args.repeat < 1 or args.tensors < 1 or args.nbytes < 1:
         raise BenchError("--repeat, --tensors and --nbytes must be at least 1")
+    if args.peers and args.repeat < LEAST:
+        raise BenchError(f"--peers compares medians of at least {LEAST // 2} warm samples: --repeat {LEAST} or more")
+    TransferConfig(**args.knobs())  # refuses what makes no sense
     return Bench(
         tensors=args.tensors, nbytes=args.nbytes, repeat=args.repeat, knobs=args.knobs(), control=args.control, out=args.out,
         pythons=args.interpreters(),
@@ -143,6 +149,7 @@ def _name(setup: Setup, how: dict[str, Any]) -> str:
 
 def main(args: RunArgs) -> int:
     """Entry point of the command line: 1 if something arrived wrong, or something wrong was not noticed."""
+    check_outputs(args.out, args.plot)
     if args.plot is not None:
         import matplotlib as _  # noqa: F401 - said at the start, not after minutes of work
     bench = bench_of(args)
