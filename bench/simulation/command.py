@@ -8,31 +8,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import uvloop
 
+from syncline.bench.plan_view import folded
 from syncline.engine.config import TransferConfig
 from syncline.engine.messages import Landing
-from syncline.scheduler.errors import SynclineError
+from syncline.scheduler.errors import PlanError, SynclineError
 from syncline.scheduler.options import Route
 
 from .bounds import bounds
-from .calibrate import fitted, measure as measure_primitives
 from .export import trace_of
-from .hardware import find, save
+from .hardware import Cores, find, save
 from .published import side_by_side
 from .setups import scenario
 from .simulate import Prediction, simulate
-from .validate import Case, Row, cases, compare, measure as measure_cases
 from .view import View
 from .whatif import Effect, effects
 from .wire import WireName
 from .world import Disturbance
 
+if TYPE_CHECKING:
+    from .validate import Case, Row
+
 _QUICK_S = 3.0
 _WITHIN = 0.15
+_MOST_REPEAT = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +52,16 @@ class SimulateArgs:
     target: tuple[str, ...] = ()
     """As for `syncline plan`: one or more of a form such as tp:4, a folder with manifests, a live address."""
     hardware: str = "h100-400g"
-    """A preset (an unknown name lists all), or a file that `syncline bench calibrate` wrote."""
+    """A preset (an unknown name lists all), or a file that `syncline bench calibrate` wrote. Clusters of accelerators have
+    links and streams for each rank; one host without (cpu-2, calibrated files) has cores that all ranks share."""
     wire: WireName = "same"
     """What weights are when they travel: as the model holds them, bf16, or fp8 with a scale for each block of 128 x 128."""
     offloaded: bool = False
-    """The source's weights are in host memory."""
+    """The source's weights are in host memory. On clusters only: on one host without accelerators all memory is that."""
     colocated: bool = False
-    """Ranks of targets are on the hosts of the source's ranks."""
+    """Ranks of targets are on the hosts of the source's ranks. On clusters only: on one host all ranks are there."""
     ranks_per_host: int = 8
-    """Ranks of the forms that share a host."""
+    """Ranks of the forms that share a host. On clusters only."""
     max_tmp_bytes: str = "256MiB"
     """As in TransferConfig; so are the others down to poll_interval_s."""
     bucket_bytes: str | None = None
@@ -65,15 +69,18 @@ class SimulateArgs:
     prepare_concurrency: int = 2
     send_concurrency: int = 2
     landing: Landing = "staged"
+    """As in TransferConfig; mapped on one host only, where targets of a form let their parameters move."""
     route: Route = "auto"
     transport: Literal["auto", "shm", "gloo"] = "auto"
+    """On one host without accelerators only; clusters have NVLink and network cards."""
     verify: bool = True
     workers: int = 2
+    """On one host without accelerators only: kernels do the work elsewhere."""
     poll_interval_s: float = 0.001
     jitter: float = 0.0
     """Spread of the time of each piece of work of a source rank (0.1: about ten percent)."""
     straggler: tuple[str, ...] = ()
-    """Source ranks that are slower in everything, as RANK:FACTOR, for example 3:2.5."""
+    """Source ranks that are slower in everything, as RANK:FACTOR, each once; for example 3:2.5 5:4."""
     seed: int = 0
     """Of the jitter."""
     what_if: Literal["auto", "all", "none"] = "auto"
@@ -99,31 +106,56 @@ def main(args: SimulateArgs) -> int:
         return 0
     if not (args.source and args.target):
         raise UsageError("say what is simulated: --model, --source and --target (as for 'syncline plan'), or --published")
+    laps = Laps()
     there = scenario(
         model=args.model, source=args.source, target=args.target, hardware=find(args.hardware), config=_config(args),
         wire=args.wire, offloaded=args.offloaded, colocated=args.colocated, ranks_per_host=args.ranks_per_host,
         disturbance=Disturbance(jitter=args.jitter, stragglers=_stragglers(args.straggler), seed=args.seed),
     )  # fmt: skip
-    began = time.perf_counter()
-    there.plans.of(there.options)
-    planned_s, began = time.perf_counter() - began, time.perf_counter()
+    laps.end("manifests")
+    try:
+        there.plans.of(there.options)
+    except PlanError as error:
+        raise PlanError(folded(error.problems)) from error
+    laps.end("plan")
     prediction = simulate(there)
-    took_s = time.perf_counter() - began
+    took_s = laps.end("simulation")
     terms = bounds(there)
+    laps.end("bounds")
     wanted = args.what_if == "all" or (args.what_if == "auto" and took_s < _QUICK_S)
     found = list(effects(there)) if wanted else []
+    laps.end("what if")
     if args.trace is not None:
         trace_of(there, prediction).save(args.trace)
+        laps.end("trace")
     if args.json:
-        sys.stdout.write(json.dumps(_facts(prediction, terms, found, planned_s, took_s)) + "\n")
+        sys.stdout.write(json.dumps(_facts(prediction, terms, found, laps)) + "\n")
         return 0
     view.prediction(prediction, terms)
     if found:
         view.effects(prediction, found)
     elif args.what_if == "auto":
         view.say(f"what if: left out, one simulation takes {took_s:.1f} s; --what-if all does them")
-    view.say(f"planned in {planned_s:.1f} s, simulated in {took_s:.1f} s, on {there.hardware.name}")
+    view.say(f"on {there.hardware.name}; this took {laps}")
     return 0
+
+
+class Laps:
+    """What the time of a command went to: seconds by step. They begin when it is made."""
+
+    def __init__(self) -> None:
+        self.took_s: dict[str, float] = {}
+        self._began = self._at = time.perf_counter()
+
+    def end(self, step: str) -> float:
+        """``step`` ends now. Returns its seconds."""
+        now = time.perf_counter()
+        self.took_s[step], self._at = now - self._at, now
+        return self.took_s[step]
+
+    def __str__(self) -> str:
+        steps = ", ".join(f"{step} {seconds:.1f} s" for step, seconds in self.took_s.items() if seconds >= 0.05)
+        return f"{self._at - self._began:.1f} s ({steps}); processor time, starting up included, {time.process_time():.1f} s"
 
 
 def _config(args: SimulateArgs) -> TransferConfig:
@@ -135,19 +167,20 @@ def _config(args: SimulateArgs) -> TransferConfig:
 
 
 def _stragglers(texts: Sequence[str]) -> dict[int, float]:
-    found = {}
+    found: dict[int, float] = {}
     for text in texts:
-        rank, colon, factor = text.partition(":")
+        first, _, second = text.partition(":")
         try:
-            found[int(rank)] = float(factor)
+            rank, factor = int(first), float(second)
         except ValueError:
             raise UsageError(f"straggler {text!r} is not RANK:FACTOR, for example 3:2.5") from None
-        if not colon or not 0 < found[int(rank)] < float("inf"):
-            raise UsageError(f"straggler {text!r}: the factor must be a finite number above 0")
+        if rank in found:
+            raise UsageError(f"straggler {text!r}: rank {rank} was given a factor before, {found[rank]:g}")
+        found[rank] = factor
     return found
 
 
-def _facts(there: Prediction, terms: Any, found: Sequence[Effect], planned_s: float, took_s: float) -> dict[str, object]:
+def _facts(there: Prediction, terms: Any, found: Sequence[Effect], laps: Laps) -> dict[str, object]:
     """What a program may want to know."""
     return {
         "seconds": there.seconds,
@@ -168,8 +201,7 @@ def _facts(there: Prediction, terms: Any, found: Sequence[Effect], planned_s: fl
             "steps": [msgspec.to_builtins(step) for step in there.critical.steps],
         },
         "what_if": msgspec.to_builtins(found),
-        "planned_s": planned_s,
-        "simulated_s": took_s,
+        "took_s": laps.took_s,
     }
 
 
@@ -193,14 +225,21 @@ class CalibrateArgs:
 
 def calibrate_main(args: CalibrateArgs) -> int:
     """Entry point of ``syncline bench calibrate``. Raises `SynclineError`."""
+    from .calibrate import fitted, measure  # processes of a bed: a simulation needs none of that
+
+    if not 1 <= args.repeat <= _MOST_REPEAT:
+        raise UsageError(f"repeat is {args.repeat}; give a number of pushes from 1 to {_MOST_REPEAT}")
+    chosen = _chosen(args.only) if args.check else []
     view = View(sys.stderr if args.json else sys.stdout)
     if args.model is not None:
         hardware = find(str(args.model))
+        if not isinstance(hardware, Cores):
+            raise UsageError(f"{args.model} is a cluster of accelerators; give what 'bench calibrate' wrote of this machine")
     else:
-        hardware = fitted(uvloop.run(measure_primitives(tell=view.say)))
+        hardware = fitted(uvloop.run(measure(tell=view.say)))
         save(hardware, args.out)
         view.say(f"wrote {args.out}")
-    rows = _checked(hardware, args, view) if args.check else []
+    rows = _checked(chosen, hardware, args.repeat, view) if chosen else []
     if args.json:
         sys.stdout.write(json.dumps({"hardware": msgspec.to_builtins(hardware), "rows": [_row(row) for row in rows]}) + "\n")
     elif rows:
@@ -208,12 +247,19 @@ def calibrate_main(args: CalibrateArgs) -> int:
     return 0
 
 
-def _checked(hardware: Any, args: CalibrateArgs, view: View) -> list[Row]:
-    chosen: list[Case] = [case for case in cases() if args.only in str(case)]
+def _chosen(only: str) -> list[Case]:
+    from .validate import cases
+
+    chosen = [case for case in cases() if only in str(case)]
     if not chosen:
-        raise UsageError(f"no configuration is called {args.only!r}: {'; '.join(map(str, cases()))}")
-    measured = uvloop.run(measure_cases(chosen, repeat=args.repeat, tell=view.say))
-    return compare(chosen, measured, hardware)
+        raise UsageError(f"no configuration is called {only!r}: {'; '.join(map(str, cases()))}")
+    return chosen
+
+
+def _checked(chosen: Sequence[Case], hardware: Cores, repeat: int, view: View) -> list[Row]:
+    from .validate import compare, measure
+
+    return compare(chosen, uvloop.run(measure(chosen, repeat=repeat, tell=view.say)), hardware)
 
 
 def _row(row: Row) -> dict[str, Any]:

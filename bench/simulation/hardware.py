@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import msgspec
@@ -120,20 +119,30 @@ def save(hardware: Hardware, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=2) + b"\n")
 
 
+_RATE, _DELAY_S = (1e3, 1e18), (0.0, 3600.0)
+_RANGES = {"s_per_byte": (0.0, 1e-3), "bus": (0.0, 16.0), "cores": (1e-3, 1e6), "ranks_per_nic": (1, 1e6)}
+"""What is neither a delay nor a rate."""
+
+
 def checked(hardware: Hardware) -> Hardware:
     """``hardware``, if all its numbers make sense. Raises `HardwareError` that lists those that do not."""
-    wrong = [f"{name} is {value:g}" for name, value, least in _numbers(hardware) if not least <= value < math.inf]
+    wrong = [
+        f"{name} is {value:g} (from {least:g} to {most:g})"
+        for name, value, (least, most) in _numbers(hardware)
+        if not least <= value <= most  # NaN is not either
+    ]
     if wrong:
-        raise HardwareError(f"hardware {hardware.name!r}: {', '.join(wrong)}; rates are above 0, delays at least 0, all finite")
+        raise HardwareError(f"hardware {hardware.name!r}: {', '.join(wrong)}")
     return hardware
 
 
-def _numbers(hardware: Hardware) -> list[tuple[str, float, float]]:
-    found: list[tuple[str, float, float]] = []
-    for name in hardware.__struct_fields__:
-        value = getattr(hardware, name)
+def _numbers(described: Hardware | Work, of: str = "") -> list[tuple[str, float, tuple[float, float]]]:
+    """Every number with its range: rates in bytes a second, delays in seconds."""
+    found: list[tuple[str, float, tuple[float, float]]] = []
+    for name in described.__struct_fields__:
+        value = getattr(described, name)
         if isinstance(value, Work):
-            found += [(f"{name}.{part}", getattr(value, part), 0.0) for part in value.__struct_fields__]
+            found += _numbers(value, f"{name}.")
         elif isinstance(value, (int, float)):
-            found.append((name, value, 0.0 if name.endswith("_s") else 1e-9))
+            found.append((of + name, value, _RANGES.get(name, _DELAY_S if name.endswith("_s") else _RATE)))
     return found

@@ -72,7 +72,8 @@ class Line:
 def carry(
     out: Line, into: Line, nbytes: float, *, latency_s: float, slow: float, task: int, after: Leg | None, then: Then
 ) -> None:
-    """Move ``nbytes`` over a sender's link and a receiver's at once, and call ``then`` when the last byte is there.
+    """Move ``nbytes`` over a sender's link and a receiver's at once, and call ``then`` when the last byte is there. The time
+    on the way, ``latency_s``, is a leg of its own.
 
     Bytes arrive while the rest is still being sent. Each link is taken up for as long as its own rate asks for; a receiver's
     link serves in the order in which first bytes reach it, whoever sends, and what it cannot take yet waits in the network.
@@ -81,9 +82,11 @@ def carry(
     loop = out.loop
 
     def arrive() -> None:
-        second = into.serve(nbytes / into.rate, task, first.after)
-        last = second if second.end > first.end + latency_s + _SAME_S else first
-        loop.call_at(max(second.end, first.end + latency_s), then, last)
+        way = Leg("latency", out.where, task, start=first.start, end=first.start + latency_s, after=first.after, why=first.why)
+        second = into.serve(nbytes / into.rate, task, way)
+        if second.end <= first.end + latency_s + _SAME_S:
+            second = Leg("latency", out.where, task, start=first.end, end=first.end + latency_s, after=first)
+        loop.call_at(second.end, then, second)
 
     if first.start + latency_s <= loop.time():
         arrive()

@@ -11,10 +11,12 @@ from syncline.bench.specs import read_source, read_targets
 from syncline.engine.config import TransferConfig
 from syncline.scheduler.layout import Manifest
 
-from .hardware import Hardware
+from .hardware import Cores, Hardware
 from .simulate import Plans, Scenario
 from .wire import WireName, held_as
 from .world import Disturbance
+
+_HOST = "here"
 
 
 def scenario(
@@ -33,13 +35,21 @@ def scenario(
 ) -> Scenario:
     """A scenario. ``colocated``: rank r of each target is on the host of source rank r (and so reached without a network card).
 
+    On hardware that is one host all ranks are there. Where landing ``mapped`` is asked for, targets of a form have a loader
+    that lets parameters move.
+
     Raises:
         ModelError, SpecError, ControlError: the model, the source or a target is not understood, or does not answer.
+        ScenarioError: the hardware cannot do what is asked for, or there is no such rank.
     """
     shape = find_model(model) if model else None
-    sources = read_source(source, Model.of(shape) if shape else None, ranks_per_host)
-    targets = read_targets(target, held_as(shape, wire) if shape else None, ranks_per_host, timeout_s)
-    if colocated:
+    held = Model.of(shape) if shape else None
+    sources = read_source(source, held, ranks_per_host)
+    taken = held if wire == "same" or shape is None else held_as(shape, wire)
+    targets = read_targets(target, taken, ranks_per_host, timeout_s, movable=config.landing == "mapped")
+    if isinstance(hardware, Cores):
+        sources, *targets = [[replace(manifest, host=_HOST) for manifest in ranks] for ranks in (sources, *targets)]
+    elif colocated:
         targets = [_beside(sources, ranks) for ranks in targets]
     return Scenario(
         plans=Plans(sources, targets),

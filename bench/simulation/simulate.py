@@ -8,12 +8,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from syncline.engine.config import TransferConfig
 from syncline.scheduler.driver import Limits, PushOutcome
+from syncline.scheduler.dtypes import itemsize
 from syncline.scheduler.layout import Manifest
 from syncline.scheduler.options import PlanOptions
 from syncline.scheduler.outcome import SpanName
 from syncline.scheduler.plan import Plan, build_plan
+from syncline.scheduler.routing import size
 
 from .cores import HostWorld
 from .critical import CriticalPath, critical_path
@@ -21,9 +25,12 @@ from .gpus import GpuWorld
 from .hardware import Gpus, Hardware
 from .load import Load, load_of
 from .play import Knobs, play
-from .world import Disturbance, Terms, World
+from .world import Disturbance, ScenarioError, Terms, World
 
 _RING_BUCKETS = 8
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 1e-6, 60.0
+_MOST_TASKS = 200_000
+"""Of a plan. A simulation makes some ten thousand a second, for each rank that has to do with one."""
 _NEAR = 3
 """Temporary bytes of a part for each of its own, at most: its bucket, its messages, what is copied out of files."""
 
@@ -59,9 +66,15 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """The kind of resource that served longest; ``control`` if that took longer than any."""
-        name = max(self.used_s, key=lambda kind: self.used_s[kind])
-        return name if self.used_s[name] >= self.control_s else "control"
+        """What most of the critical path is spent on: a resource or a kind of work, or else ``control``, ``barrier``,
+        ``latency`` or ``poll``.
+        """
+        return next(iter(self.critical.by_what))
+
+    @property
+    def busiest(self) -> str:
+        """The kind of resource that served longest."""
+        return max(self.used_s, key=lambda kind: self.used_s[kind])
 
     @property
     def bound_s(self) -> float:
@@ -72,18 +85,39 @@ class Prediction:
 class Plans:
     """Plans by their options: made when first asked for."""
 
+    @cached_property
+    def _held(self) -> int:
+        """Bytes of the largest target, each tensor counted once."""
+        return max((_nbytes(ranks) for ranks in self.targets), default=0)
+
     def __init__(self, sources: Sequence[Manifest], targets: Sequence[Sequence[Manifest]]) -> None:
         self.sources, self.targets = sources, targets
         self._made: dict[PlanOptions, tuple[Plan, Load]] = {}
 
     def of(self, options: PlanOptions) -> tuple[Plan, Load]:
-        """The plan, and what it asks of each rank. Raises `PlanError`."""
+        """The plan, and what it asks of each rank. Raises `PlanError`, or `ScenarioError` for too many tasks."""
         if options not in self._made:
+            tasks = self._held // max(min(options.bucket_bytes, options.max_tmp_bytes), options.leaf_bytes)
+            if tasks > _MOST_TASKS:
+                raise ScenarioError(
+                    f"buckets of {size(options.bucket_bytes)} under a watermark of {size(options.max_tmp_bytes)} make about "
+                    f"{tasks} tasks of {size(self._held)}, above the limit of {_MOST_TASKS}: take larger buckets "
+                    "and a higher watermark"
+                )
             plan = next((plan for known, (plan, _) in self._made.items() if _same(plan, known, options)), None)
             if plan is None:
                 plan = build_plan(self.sources, self.targets, options)
             self._made[options] = plan, load_of(plan)
         return self._made[options]
+
+
+def _nbytes(ranks: Sequence[Manifest]) -> int:
+    found: dict[str, int] = {}
+    for table in {id(manifest.layout): manifest.layout.tensors for manifest in ranks}.values():
+        elements = np.where(np.arange(table.shape.shape[1]) < table.ndim[:, None], table.shape, 1).prod(axis=1)
+        sizes = elements * np.array([itemsize(kind) for kind in table.dtypes], np.int64)[table.dtype]
+        found.update(zip(table.names, sizes.tolist(), strict=True))
+    return sum(found.values())
 
 
 def _same(plan: Plan, known: PlanOptions, options: PlanOptions) -> bool:
@@ -102,6 +136,10 @@ class Scenario:
         plans: of the source and the targets; shared by scenarios that differ in knobs or hardware.
         config: knobs.
         offloaded: the source's weights are in host memory (on accelerators).
+
+    Raises:
+        ScenarioError: a straggler is no rank of the source, or the hardware has no such landing, or a poll takes no time at all
+            or minutes.
     """
 
     plans: Plans
@@ -109,6 +147,22 @@ class Scenario:
     config: TransferConfig = field(default_factory=TransferConfig)
     offloaded: bool = False
     disturbance: Disturbance = field(default_factory=Disturbance)
+
+    def __post_init__(self) -> None:
+        ranks = len(self.plans.sources)
+        beyond = [rank for rank in self.disturbance.stragglers if rank >= ranks]
+        if beyond:
+            raise ScenarioError(f"straggler {beyond[0]}: the source has ranks 0 to {ranks - 1}")
+        if self.config.landing == "mapped" and isinstance(self.hardware, Gpus):
+            raise ScenarioError(
+                f"landing 'mapped' needs memory that processes of one host share, and {self.hardware.name!r} is a cluster of "
+                "accelerators: choose hardware of one host, such as cpu-2, or landing 'staged' or 'streamed'"
+            )
+        if not _SHORTEST_POLL_S <= self.config.poll_interval_s <= _LONGEST_POLL_S:
+            raise ScenarioError(
+                f"poll_interval_s is {self.config.poll_interval_s:g}; it is simulated from {_SHORTEST_POLL_S:g} to "
+                f"{_LONGEST_POLL_S:g} seconds"
+            )
 
     @cached_property
     def transport(self) -> Literal["shm", "gloo"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -13,8 +13,10 @@ from syncline.scheduler.routing import size
 from .critical import CriticalPath
 from .published import NOT_SIMULATED, Beside
 from .simulate import Prediction
-from .validate import Row
 from .whatif import Effect
+
+if TYPE_CHECKING:
+    from .validate import Row
 
 _WIDTH = 150
 _STEPS = 14
@@ -54,7 +56,7 @@ class View:
             "busy, on the rank where it is longest", ("", "what", "seconds", "of the push"),
             [(kind, name, _s(seconds), f"{seconds / there.seconds:.0%}") for kind, name, seconds in rows if seconds], right=2,
         )  # fmt: skip
-        self.say(f"bottleneck {there.bottleneck}")
+        self.say(f"bottleneck {there.bottleneck}: {_s(there.critical.by_what[there.bottleneck])} of the critical path")
         if terms:
             rows_of = [(name, _s(seconds)) for name, seconds in sorted(terms.items(), key=lambda row: -row[1])]
             self._table("bound: no order of tasks is faster", ("term", "seconds"), rows_of)
@@ -65,7 +67,7 @@ class View:
                 else "bound      none"
             )
         else:
-            self.say(f"bound      {_s(there.bound_s)} on the {there.bottleneck}: everything shares the cores of one host")
+            self.say(f"bound      {_s(there.bound_s)} on the {there.busiest}: everything shares the cores of one host")
         self._critical(there.critical)
 
     def _critical(self, path: CriticalPath) -> None:

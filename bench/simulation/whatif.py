@@ -8,11 +8,14 @@ from typing import Any
 
 import msgspec
 
+from syncline.engine.config import parse_size
 from syncline.engine.errors import ConfigError
 from syncline.scheduler.errors import PlanError
+from syncline.scheduler.routing import size
 
 from .hardware import Gpus, Work
 from .simulate import Prediction, Scenario, simulate
+from .world import ScenarioError
 
 _RATES = ("h2d", "kernel", "copy", "digest", "nvlink", "nic")
 
@@ -36,8 +39,8 @@ def effects(scenario: Scenario) -> Iterator[Effect]:
             before = scenario.config.bucket
         try:
             there = simulate(replace(scenario, config=replace(scenario.config, **{knob: after})))
-        except (ConfigError, PlanError) as error:
-            yield Effect(knob=knob, before=str(before), after=str(after), refused=str(error).splitlines()[0])
+        except (ConfigError, PlanError, ScenarioError) as error:
+            yield Effect(knob=knob, before=_said(knob, before), after=_said(knob, after), refused=_refusal(error))
             continue
         yield _effect(knob, before, after, there)
     for name, before, after, changed in _machines(scenario):
@@ -45,7 +48,22 @@ def effects(scenario: Scenario) -> Iterator[Effect]:
 
 
 def _effect(knob: str, before: object, after: object, there: Prediction) -> Effect:
-    return Effect(knob=knob, before=str(before), after=str(after), seconds=there.seconds, peak_tmp_bytes=there.peak_tmp_bytes)
+    return Effect(
+        knob=knob, before=_said(knob, before), after=_said(knob, after), seconds=there.seconds,
+        peak_tmp_bytes=there.peak_tmp_bytes,
+    )  # fmt: skip
+
+
+def _said(knob: str, value: object) -> str:
+    """A value in the unit that is meant."""
+    if knob.endswith("_bytes"):
+        return size(parse_size(value))  # type: ignore[arg-type]  # of a config that was accepted
+    return f"{value:g} s" if knob.endswith("_s") else str(value)
+
+
+def _refusal(error: Exception) -> str:
+    problems = error.problems if isinstance(error, (ConfigError, PlanError)) else [str(error)]
+    return problems[0]
 
 
 def _changes(scenario: Scenario) -> Iterator[tuple[str, Any]]:
@@ -76,6 +94,8 @@ def _machines(scenario: Scenario) -> Iterator[tuple[str, str, str, Scenario]]:
         if name == "h2d" and not scenario.offloaded:
             continue
         value = getattr(hardware, name)
+        if isinstance(value, Work) and not value.s_per_byte:
+            continue  # takes no time at all: there is nothing to halve
         for factor in (0.5, 2.0):
             if isinstance(value, Work):
                 changed: Any = msgspec.structs.replace(value, s_per_byte=value.s_per_byte / factor)

@@ -11,9 +11,17 @@ from typing import Protocol
 import msgspec
 
 from syncline.engine.messages import Landing
+from syncline.scheduler.errors import SynclineError
 
 from .legs import Leg, Then
 from .load import Share
+
+_MOST_JITTER = 2.0
+_MOST_SLOW = 1000.0
+
+
+class ScenarioError(SynclineError):
+    """What is to be simulated makes no sense, or would take hours."""
 
 
 class Disturbance(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,11 +30,24 @@ class Disturbance(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         jitter: spread of the time of each piece of work (of its logarithm; 0.1 is about ten percent).
         stragglers: source ranks that are so many times slower in everything.
+
+    Raises:
+        ScenarioError: a number is not finite, or out of range.
     """
 
     jitter: float = 0.0
     stragglers: Mapping[int, float] = {}
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.jitter <= _MOST_JITTER:  # NaN is not either
+            raise ScenarioError(f"jitter is {self.jitter:g}; give a spread from 0 to {_MOST_JITTER:g}, such as 0.1")
+        for rank, factor in self.stragglers.items():
+            if rank < 0 or not 1 / _MOST_SLOW <= factor <= _MOST_SLOW:
+                raise ScenarioError(
+                    f"straggler {rank}:{factor:g}: give a rank from 0 on, and a factor from {1 / _MOST_SLOW:g} to "
+                    f"{_MOST_SLOW:g}"
+                )
 
 
 class Slowness:

@@ -11,7 +11,10 @@ from pathlib import Path
 from syncline.bench.measure.bed import Bed, bed
 from syncline.bench.measure.errors import BenchError
 from syncline.bench.measure.provenance import Machine
-from syncline.engine.config import Transport, parse_size
+from syncline.bench.simulation.hardware import find
+from syncline.bench.simulation.setups import scenario
+from syncline.bench.simulation.wire import WireName
+from syncline.engine.config import TransferConfig, Transport, parse_size
 from syncline.engine.messages import Landing
 
 from .imagined import Imagined
@@ -26,6 +29,7 @@ from .view import advice_text, difference_text
 
 _WORSE = 0.10  # than the best seen, to fail --verify
 _PUSHES = 6
+_MOST_ROUNDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +62,22 @@ class RecommendArgs:
     """With --simulate: forms as syncline plan takes them."""
     hardware: str = "h100-400g"
     """With --simulate: a preset, or a file that syncline bench calibrate wrote."""
+    wire: WireName = "same"
+    """With --simulate: as for syncline bench simulate."""
+    offloaded: bool = False
+    """With --simulate: the source's weights are in host memory (on clusters)."""
+    colocated: bool = False
+    """With --simulate: ranks of targets are on the hosts of the source's ranks (on clusters)."""
     ranks_per_host: int = 8
-    """With --simulate."""
+    """With --simulate: ranks of the forms that share a host (on clusters)."""
     budget: str = "60s"
     """With --simulate: time to search."""
 
 
 def main(args: RecommendArgs) -> int:
     """Entry point of the command line. Raises `BenchError`, `NothingFits`, and what forms and models are refused with."""
+    if not 1 <= args.rounds <= _MOST_ROUNDS:
+        raise BenchError(f"rounds is {args.rounds}; give a number from 1 to {_MOST_ROUNDS}")
     limit = Limit(nbytes=_size(args.memory), landing=args.with_landing)
     if args.simulate is not None:
         if args.verify:
@@ -86,11 +98,17 @@ def main(args: RecommendArgs) -> int:
 def _simulated(args: RecommendArgs, limit: Limit) -> int:
     if not (args.simulate and args.source and args.target):
         raise BenchError("--simulate MODEL needs --source and --target; syncline plan --help lists their forms")
-    imagined = Imagined.of(
-        args.simulate, args.source, args.target, hardware=args.hardware, ranks_per_host=args.ranks_per_host
-    )  # fmt: skip
+    budget_s = parse_duration(args.budget)
     start = Configuration.default(args.transport or "auto", args.landing or "staged")
-    records = imagined.search(start, parse_duration(args.budget), limit)
+    there = scenario(
+        model=args.simulate, source=args.source, target=args.target, hardware=find(args.hardware),
+        config=TransferConfig(**start.knobs()), wire=args.wire, offloaded=args.offloaded, colocated=args.colocated,
+        ranks_per_host=args.ranks_per_host,
+    )  # fmt: skip
+    words = [args.wire if args.wire != "same" else "", *(name for name in ("offloaded", "colocated") if getattr(args, name))]
+    what = [args.simulate, f"{' '.join(args.source)} to {', '.join(args.target)}", *filter(None, words)]
+    imagined = Imagined(name=f"{', '.join(what)} on {args.hardware}", scenario=there)
+    records = imagined.search(start, budget_s, limit)
     print(advice_text(advise(records, limit=limit)))
     print(f"  simulated: {imagined}, {len({r.configuration for r in records})} configurations; no push was made")
     return 0
@@ -98,9 +116,12 @@ def _simulated(args: RecommendArgs, limit: Limit) -> int:
 
 def _size(text: str | None) -> int | None:
     try:
-        return None if text is None else parse_size(text)
-    except ValueError as error:
+        nbytes = None if text is None else parse_size(text)
+    except (ValueError, OverflowError) as error:
         raise BenchError(f"--memory: {error}") from error
+    if nbytes == 0:
+        raise BenchError("--memory is 0; give the bytes that a source rank may use, such as 512MiB")
+    return nbytes
 
 
 def _groups(records: Sequence[Record], transport: Transport | None, landing: Landing | None) -> list[list[Record]]:

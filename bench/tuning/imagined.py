@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from syncline.bench.layouts import Model
-from syncline.bench.models import find as find_model
-from syncline.bench.simulation.hardware import Hardware, find as find_hardware
-from syncline.bench.simulation.simulate import Plans, Scenario, simulate
-from syncline.bench.specs import read_source, read_targets
+from syncline.bench.plan_view import folded
+from syncline.bench.simulation.simulate import Scenario, simulate
+from syncline.bench.simulation.world import ScenarioError
 from syncline.engine.config import TransferConfig
 from syncline.scheduler.errors import PlanError
 
@@ -26,28 +23,16 @@ _EFFORT = Effort(warm=(1, 1), final_warm=(1, 1), final_rounds=5)
 
 @dataclass(frozen=True, kw_only=True)
 class Imagined:
-    """A source, targets and hardware that need not exist."""
+    """A scenario that need not exist, with any knobs; ``name`` says what it is."""
 
     name: str
-    plans: Plans
-    hardware: Hardware
-
-    @classmethod
-    def of(
-        cls, model: str, source: Sequence[str], target: Sequence[str], *, hardware: str, ranks_per_host: int
-    ) -> Imagined:  # fmt: skip
-        """From forms, as ``syncline plan`` takes them. Raises `SpecError`, `ModelError`, `HardwareError`."""
-        shapes = Model.of(find_model(model))
-        sources = read_source(tuple(source), shapes, ranks_per_host)
-        targets = read_targets(tuple(target), shapes, ranks_per_host, 10.0)
-        name = f"{model}, {' '.join(source)} to {', '.join(target)} on {hardware}"
-        return cls(name=name, plans=Plans(sources, targets), hardware=find_hardware(hardware))
+    scenario: Scenario
 
     def __str__(self) -> str:
         return self.name
 
     def search(self, start: Configuration, budget_s: float, limit: Limit) -> list[Record]:
-        """Search from ``start``, or from what keeps to ``limit``. Raises `PlanError` if that has no plan."""
+        """Search from ``start``, or from what keeps to ``limit``. Raises `PlanError`, `ScenarioError` if that has no plan."""
         first = self._simulated(start)
         room = None if limit.nbytes is None else limit.nbytes - (first.landing_bytes if limit.landing else 0)
         if room is not None and MIB <= room < start.max_tmp_bytes:
@@ -55,7 +40,7 @@ class Imagined:
             first = self._simulated(start)
         if first.refused:
             raise PlanError(first.refused.splitlines())
-        plan, _ = self.plans.of(Scenario(plans=self.plans, hardware=self.hardware, config=_config(start)).options)
+        plan, _ = self.scenario.plans.of(self._with(start).options)
         space = Space.of(int(plan.traffic.sent.max()), most=8)
         if room is not None:
             space = space.within(max(start.max_tmp_bytes, room // MIB * MIB))
@@ -76,9 +61,11 @@ class Imagined:
     def _simulated(self, configuration: Configuration) -> Sample:
         began = time.perf_counter()
         try:
-            predicted = simulate(Scenario(plans=self.plans, hardware=self.hardware, config=_config(configuration)))
+            predicted = simulate(self._with(configuration))
         except PlanError as error:
-            return Sample(refused=f"PlanError: {error}", elapsed_s=time.perf_counter() - began)
+            return Sample(refused="\n".join(folded(error.problems)), elapsed_s=time.perf_counter() - began)
+        except ScenarioError as error:
+            return Sample(refused=str(error), elapsed_s=time.perf_counter() - began)
         return Sample(
             seconds=(predicted.seconds,),
             elapsed_s=time.perf_counter() - began,
@@ -89,6 +76,5 @@ class Imagined:
             intact=True,
         )
 
-
-def _config(configuration: Configuration) -> TransferConfig:
-    return TransferConfig(**configuration.knobs())
+    def _with(self, configuration: Configuration) -> Scenario:
+        return dataclasses.replace(self.scenario, config=TransferConfig(**configuration.knobs()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from syncline.bench.measure.bed import Setup
 from syncline.bench.simulation import calibrate
 from syncline.bench.simulation.clock import StandsStill, VirtualLoop
+from syncline.bench.simulation.command import CalibrateArgs, UsageError, calibrate_main
 from syncline.bench.simulation.fluid import Demand, Fluid, Pool, speeds
 from syncline.bench.simulation.hardware import Cores, HardwareError, Work, checked, find, save
 from syncline.bench.simulation.legs import Leg
@@ -188,3 +191,47 @@ def test_hardware_is_data(tmp_path: Path) -> None:
         find(str(tmp_path / "broken.json"))
     with pytest.raises(HardwareError, match="nic is -1"):
         checked(msgspec.structs.replace(presets()[0], nic=-1.0))
+
+
+@pytest.mark.parametrize("name", ["h100-400g", "cpu-2"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300, 0.0])
+def test_every_number_of_a_hardware_file_is_looked_at(name: str, value: float) -> None:
+    described = find(name)
+    for field in described.__struct_fields__:
+        before = getattr(described, field)
+        if isinstance(before, Work):
+            parts = [p for p in before.__struct_fields__ if value or p == "cores"]  # the others may be 0
+            wrong = [(f"{field}.{p}", msgspec.structs.replace(before, **{p: value})) for p in parts]
+        elif isinstance(before, (int, float)) and (value or not field.endswith("_s")):
+            wrong = [(field, value)]
+        else:
+            continue
+        for said, changed in wrong:
+            with pytest.raises(HardwareError, match=rf"{said} is"):
+                checked(msgspec.structs.replace(described, **{field: changed}))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "null", '{"type":"gpus"}', '{"type":"gpus","name":"x","h2d":"fast"}', "\xff", '{"type":"tpus"}']
+)
+def test_a_file_that_is_no_hardware_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "odd.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(HardwareError, match="does not describe hardware"):
+        find(str(tmp_path / "odd.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"repeat": 0}, "repeat is 0"),
+        ({"repeat": -3}, "repeat is -3"),
+        ({"check": True, "only": "no such"}, "no configuration is called"),
+        ({"model": Path("h100-400g")}, "cluster of accelerators"),
+    ],
+)
+def test_bad_arguments_of_calibrate_are_told_before_anything_is_measured(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "measure", None)
+    with pytest.raises(UsageError, match=said):
+        calibrate_main(CalibrateArgs(**changes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from syncline.bench.simulation.bounds import bounds
 from syncline.bench.simulation.clock import VirtualLoop, _Skip
-from syncline.bench.simulation.command import SimulateArgs, UsageError, main
+from syncline.bench.simulation.command import SimulateArgs, main
 from syncline.bench.simulation.export import trace_of
 from syncline.bench.simulation.gpus import GpuWorld
 from syncline.bench.simulation.hardware import Gpus, find
@@ -24,10 +25,11 @@ from syncline.bench.simulation.ranks import Done, Looks, spec_of
 from syncline.bench.simulation.setups import scenario
 from syncline.bench.simulation.simulate import Prediction, Scenario, simulate
 from syncline.bench.simulation.whatif import effects
-from syncline.bench.simulation.world import Disturbance, Terms
+from syncline.bench.simulation.world import Disturbance, ScenarioError, Terms
 from syncline.engine import TransferConfig
 from syncline.engine.trace import Trace
 from syncline.scheduler.driver import Driver, Limits, TaskSpec
+from syncline.scheduler.errors import SynclineError
 from syncline.scheduler.plan import build_plan
 
 SMALL = {"model": "qwen2.5-0.5b", "source": ("fsdp:4",), "target": ("2x tp:2",)}
@@ -370,12 +372,98 @@ def test_the_command_prints_everything(capsys: pytest.CaptureFixture[str]) -> No
     assert facts["bottleneck"] == "control"  # 20 ms of it, for a billion parameters
 
 
-@pytest.mark.parametrize("straggler", ["3", "x:2", "1:0", "1:nan"])
-def test_bad_arguments_are_told(straggler: str) -> None:
-    with pytest.raises(UsageError, match="straggler"):
-        main(SimulateArgs(**SMALL, straggler=(straggler,)))
-    with pytest.raises(UsageError, match="--published"):
-        main(SimulateArgs())
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *(({"straggler": (text,)}, "straggler") for text in ("3", "x:2", "1:0", "1:nan", "1:inf", "3:1e300", "4:2", "-1:2")),
+        ({"straggler": ("1:2", "1:3")}, "rank 1 was given a factor before"),
+        *(({"jitter": value}, "jitter") for value in (math.nan, math.inf, -1.0, 1e300)),
+        *(({"ranks_per_host": value}, "ranks_per_host") for value in (0, -8)),
+        *(({"poll_interval_s": value}, "poll_interval_s") for value in (math.nan, 0.0, -1.0, 1e-300, 1e300)),
+        *(({name: 0}, name) for name in ("workers", "h2d_concurrency", "prepare_concurrency", "send_concurrency")),
+        *(({name: "0"}, name) for name in ("max_tmp_bytes", "bucket_bytes")),
+        ({"max_tmp_bytes": "4KiB"}, "above the watermark"),
+        ({"landing": "mapped"}, "cluster of accelerators"),
+        ({"hardware": "no-such"}, "no such preset"),
+        ({"source": ()}, "--published"),
+    ],
+)
+def test_bad_arguments_are_told(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(SynclineError, match=said) as error:
+        main(SimulateArgs(**{**SMALL, **arguments}))
+    assert len(str(error.value).splitlines()) < 20  # not a line for each tensor
+
+
+def test_more_tasks_than_can_be_simulated_are_refused_before_they_are_planned() -> None:
+    there = scenario(**{**SMALL, "model": "kimi-k2"}, hardware=QUICK, config=TransferConfig(bucket_bytes="256KiB"))
+    with pytest.raises(ScenarioError, match=r"about \d{7} tasks of 1\.9 TiB"):
+        simulate(there)
+
+
+def test_mapped_landing_is_simulated_on_one_host() -> None:
+    there = scenario(**SMALL, hardware=find("cpu-2"), config=TransferConfig(landing="mapped"))
+    mapped, staged = (simulate(replace(there, config=TransferConfig(landing=kind))) for kind in ("mapped", "staged"))
+    assert mapped.commit_s < staged.commit_s and mapped.landing_bytes > staged.landing_bytes
+    assert {manifest.host for ranks in (there.plans.sources, *there.plans.targets) for manifest in ranks} == {"here"}
+
+
+def slowed(name: str, factor: float) -> Any:
+    return msgspec.structs.replace(getattr(find("cpu-2"), name), s_per_byte=getattr(find("cpu-2"), name).s_per_byte * factor)
+
+
+@pytest.mark.parametrize(
+    ("what", "knobs", "named"),
+    [
+        ({"round_s": 1.0}, {}, "barrier"),
+        ({"begin_s": 5.0}, {}, "control"),
+        ({"end_s": 5.0}, {}, "control"),
+        ({"h2d": 1e8}, {}, "h2d"),
+        ({"kernel": 1e8}, {}, "kernel"),
+        ({"copy": 1e8}, {}, "install"),
+        ({"digest": 1e8}, {}, "install"),
+        ({"nic": 1e8}, {}, "nic into"),
+        ({"nic": 1e8, "colocated": True, "nvlink": 1e8}, {}, "nvlink into"),
+        ({"task_s": 0.1}, {}, "python"),
+        ({"wire_s": 1.0}, {}, "latency"),
+        ({"local_s": 1.0, "colocated": True}, {}, "latency"),
+        ({}, {"poll_interval_s": 1.0}, "poll"),
+    ],
+)
+def test_what_dominates_a_push_is_named(what: dict[str, Any], knobs: dict[str, Any], named: str) -> None:
+    colocated = what.pop("colocated", False)
+    there = scenario(
+        model="qwen2.5-0.5b", source=("fsdp:4",), target=("tp:2",), offloaded=True, colocated=colocated,
+        hardware=msgspec.structs.replace(QUICK, **what), config=TransferConfig(max_tmp_bytes="256MiB", **knobs),
+    )  # fmt: skip
+    prediction = simulate(there)
+    assert prediction.bottleneck == named
+    assert prediction.critical.by_what[named] > 0.8 * prediction.seconds
+
+
+@pytest.mark.parametrize(
+    ("what", "transport", "named"),
+    [
+        ({"round_s": 1.0}, "shm", "barrier"),
+        ({"begin_s": 5.0}, "shm", "control"),
+        ({"copy": slowed("copy", 100)}, "shm", "commit"),
+        ({"digest": slowed("digest", 100)}, "shm", "land"),
+        ({"copy_digest": slowed("copy_digest", 100)}, "shm", "prepare"),
+        ({"task_s": 0.1}, "shm", "python"),
+        ({"notify_s": 1.0}, "shm", "notify"),
+        ({"loopback": slowed("loopback", 100)}, "gloo", "loopback"),
+        ({"loopback_s": 1.0}, "gloo", "loopback"),
+    ],
+)
+def test_what_dominates_a_push_on_one_host_is_named(what: dict[str, Any], transport: Any, named: str) -> None:
+    hardware = msgspec.structs.replace(find("cpu-2"), **what)
+    there = scenario(**SMALL, hardware=hardware, config=TransferConfig(transport=transport))
+    assert simulate(there).bottleneck == named
+
+
+def test_what_if_shows_sizes_in_their_unit() -> None:
+    found = {effect.knob: effect for effect in effects(small(knobs={"max_tmp_bytes": "256MiB"}))}
+    assert (found["max_tmp_bytes"].before, found["max_tmp_bytes"].after) == ("256.0 MiB", "512.0 MiB")
+    assert (found["poll_interval_s"].before, found["poll_interval_s"].after) == ("0.001 s", "0.002 s")
 
 
 @pytest.mark.slow
