@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+import fcntl
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,21 @@ class Origin:
         ]
 
 
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keep others out of a sweep's file: two would disturb each other's measurements, and mix their lines.
+
+    Raises:
+        BenchError: another sweep is at it.
+    """
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BenchError(f"another sweep writes to {path}: wait for its end, or give another --out") from error
+        yield
+
+
 class Journal:
     """The file of one sweep.
 
@@ -61,8 +79,8 @@ class Journal:
         self._provenance = provenance
         self.records: list[Record] = []
         if path.exists():
-            _drop_half_line(path)
             self.records = self._read()
+            _drop_half_line(path)  # not before it is known to be a sweep's
 
     def _read(self) -> list[Record]:
         here = Origin(
@@ -150,11 +168,22 @@ def read(path: Path) -> tuple[list[Record], Origin | None]:
             continue
         try:
             fields = msgspec.json.decode(one, type=dict[str, Any])
-            records.append(msgspec.convert(fields[_KEY], Record))
-            origin = origin or msgspec.convert(fields, Origin)
-        except (msgspec.DecodeError, KeyError) as error:  # also ValidationError
+            records.append(_sound(msgspec.convert(fields[_KEY], Record)))
+            there = msgspec.convert(fields, Origin)
+        except (msgspec.DecodeError, KeyError, ValueError) as error:  # also ValidationError
             raise BenchError(f"{path}:{number}: no measurement of syncline bench sweep: {error}") from error
+        origin = origin or there
+        if differences := origin.differences(there):
+            raise BenchError(f"{path}:{number} is of another sweep than the lines before ({'; '.join(differences)})")
     return records, origin
+
+
+def _sound(record: Record) -> Record:
+    """``record``, if its times are times. Raises `ValueError`."""
+    sample = record.sample
+    if not all(0 < seconds < math.inf for seconds in sample.seconds) or not 0 <= sample.elapsed_s < math.inf:
+        raise ValueError(f"{(*sample.seconds, sample.elapsed_s)} are no seconds")
+    return record
 
 
 def setup_of(origin: Origin) -> Setup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,29 @@ import numpy as np
 
 from .recommend import Candidate, candidates, last_finals
 from .records import Record, enough, spoiled, usable
-from .space import MIB, Configuration, size_text
+from .space import MIB, Configuration, Space, size_text
 
 Group = tuple[str, str]
 _SLOWEST = 3.0  # times the fastest: what is beyond gets the last colour
 _FIRST_INK = 0.55  # share of the scale from which text must be dark
 
 
-def heat_maps(records: Sequence[Record], path: Path) -> Path:
-    """For each transport and landing milliseconds over bucket size and watermark, other knobs at their defaults."""
+def heat_maps(records: Sequence[Record], path: Path, space: Space | None = None) -> Path:
+    """For each transport and landing milliseconds over bucket size and watermark, other knobs at their defaults.
+
+    All have the same axes: every size of ``space``, and every one that was measured anywhere.
+    """
     pyplot = _pyplot()
-    groups = _groups(records)
+    groups = {group: _Map.of(own) for group, own in _groups(records).items()}
+    cells = [cell for each in groups.values() for cell in (*each.cells, *(space.plane(each.default) if space else ()))]
+    buckets, watermarks = sorted({c.bucket_bytes for c in cells}), sorted({c.max_tmp_bytes for c in cells})
+    width, height = max(5.2, 1.6 + 0.55 * len(watermarks)), max(5.6, 2.0 + 0.4 * len(buckets))
     figure, all_axes = pyplot.subplots(
-        1, len(groups), figsize=(1.5 + 6.4 * len(groups), 5.6), layout="constrained", squeeze=False
+        1, len(groups), figsize=(1.5 + width * len(groups), height), layout="constrained", squeeze=False
     )
     for axes, (group, own) in zip(all_axes[0], groups.items(), strict=True):
-        _heat_map(figure, axes, group, own)
-    figure.suptitle("Milliseconds of a push, other knobs at their defaults")
+        _heat_map(figure, axes, group, own, (buckets, watermarks))
+    figure.suptitle("Milliseconds of a push, other knobs at their defaults (from all measurements, not the finals alone)")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return path
@@ -74,15 +81,35 @@ def _groups(records: Sequence[Record]) -> dict[Group, list[Record]]:
     return found
 
 
-def _heat_map(figure: Any, axes: Any, group: Group, records: Sequence[Record]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Map:
+    """What was found of one transport and landing.
+
+    Attributes:
+        found: what was measured. ``refused``: what was not, in a word. ``cells``: where the map has something to show.
+    """
+
+    default: Configuration
+    found: dict[Configuration, Candidate]
+    refused: dict[Configuration, str]
+    cells: list[Configuration]
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> _Map:
+        found = {one.measured: one for one in candidates(records)}
+        refused = {c: "refused" if record_refused(records, c) else "failed" for c in spoiled(records)}
+        default = _default(records)
+        plane = [c for c in (*found, *refused) if _in_plane(c, default)]
+        return cls(default=default, found=found, refused=refused, cells=[*plane, *_spread(found.values(), default)])
+
+
+def _heat_map(figure: Any, axes: Any, group: Group, own: _Map, sizes: tuple[Sequence[int], Sequence[int]]) -> None:
+    """``sizes``: of buckets, and watermarks."""
     from matplotlib.colors import LogNorm
 
-    found = {one.measured: one for one in candidates(records)}
-    refused = {c: "refused" if record_refused(records, c) else "failed" for c in spoiled(records)}
-    default = _default(records)
-    plane = [c for c in (*found, *refused) if _in_plane(c, default)]
-    buckets = sorted({c.bucket_bytes for c in plane})
-    watermarks = sorted({c.max_tmp_bytes for c in (*plane, *_spread(found.values(), default))})
+    buckets, watermarks = sizes
+
+    found, refused, default = own.found, own.refused, own.default
     values = np.full((len(buckets), len(watermarks)), np.nan)
     for i, bucket in enumerate(buckets):
         for j, watermark in enumerate(watermarks):
@@ -101,7 +128,7 @@ def _heat_map(figure: Any, axes: Any, group: Group, records: Sequence[Record]) -
     _frame(axes, buckets, watermarks, default)
     axes.set_title(" ".join(group))
     bar = figure.colorbar(image, ax=axes, shrink=0.9, extend="max" if top > high else "neither")
-    bar.set_label("ms, after the drift between blocks was taken out")
+    bar.set_label("ms, all measurements, drift between blocks taken out")
     bar.ax.yaxis.set_major_formatter("{x:.0f}")
     bar.ax.yaxis.set_minor_formatter("{x:.0f}")
 
@@ -158,7 +185,7 @@ def _frame(axes: Any, buckets: Sequence[int], watermarks: Sequence[int], default
     axes.set_facecolor("#e6e6e6")
     axes.set_xticks(range(len(watermarks)), [size_text(w) for w in watermarks], rotation=35, ha="right")
     axes.set_yticks(range(len(buckets)), [size_text(b) for b in buckets])
-    axes.set_xlabel("watermark, max_tmp_bytes   (=: not reached, so the same as measured; grey: not measured)")
+    axes.set_xlabel("watermark, max_tmp_bytes   (=: not reached, so as measured; grey: not measured)")
     axes.set_ylabel("bucket_bytes")
     if default.bucket_bytes in buckets and default.max_tmp_bytes in watermarks:
         corner = watermarks.index(default.max_tmp_bytes) - 0.5, buckets.index(default.bucket_bytes) - 0.5
@@ -178,9 +205,9 @@ def _front(axes: Any, group: Group, records: Sequence[Record]) -> None:
     best = front(finals or everything)
     searched = [c for c in everything if c.measured not in {one.measured for one in finals}]
     axes.plot([c.peak_tmp_bytes / MIB for c in searched], [c.seconds * 1e3 for c in searched], "o", color="#9aa7b5", ms=4,
-              alpha=0.7, label="searched (few pushes)")  # fmt: skip
+              alpha=0.7, label="searched (few pushes, from all measurements)")  # fmt: skip
     axes.plot([c.peak_tmp_bytes / MIB for c in finals], [c.seconds * 1e3 for c in finals], "o", color="#2f7ed8", ms=8,
-              label="finalists")  # fmt: skip
+              label="finalists (from the finals)")  # fmt: skip
     axes.step([c.peak_tmp_bytes / MIB for c in best], [c.seconds * 1e3 for c in best], where="post", color="#2f7ed8",
               label="front")  # fmt: skip
     for number, one in enumerate(best):
@@ -193,8 +220,9 @@ def _front(axes: Any, group: Group, records: Sequence[Record]) -> None:
             ha="left" if side > 0 else "right",
         )  # fmt: skip
     _mark_default(axes, finals or everything)
-    axes.margins(x=0.2)
-    axes.set_ylim(0.9 * min(c.seconds for c in everything) * 1e3, _SLOWEST * min(c.seconds for c in everything) * 1e3)
+    axes.margins(x=0.3)
+    least = min(c.seconds for c in (*everything, *finals)) * 1e3
+    axes.set_ylim(0.9 * least, _SLOWEST * least)
     if max(c.peak_tmp_bytes for c in everything) == 0:
         axes.set_xlim(-1, 1)
         axes.set_xlabel("peak of temporary memory: none (buckets lie in landing memory)")

@@ -3,7 +3,8 @@
 Only finalists are chosen among, where there are any that fit: they were measured more, side by side, after they had been
 chosen, so that the luck of the search is not in their figures. Nothing that was measured slower than the default is ever
 recommended. Among what is within noise of the fastest, what needs less temporary memory is preferred, and then what changes
-fewer knobs.
+fewer knobs. Where the default is near the fastest, other knobs are recommended only for a gain that is beyond noise, or for
+less memory.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ def advise(records: Sequence[Record], *, limit: Limit | None = None) -> Advice:
     fastest = min(found, key=lambda c: c.seconds)
     may = [c for c in found if default is None or c.seconds <= default.seconds]
     near = [c for c in may if _is_near(c, fastest, fitted)]
+    if default is not None and default.seconds <= _NEAR * fastest.seconds:
+        near = [c for c in near if _is_worth_it(pool, c, default)] or [default]
     chosen = min(near, key=lambda c: (c.memory_level, c.changes, c.seconds))
     gain = _gain(pool, chosen, default)
     advice = Advice(chosen=chosen, default=default, fastest=fastest, gain=gain, finals=pool is not good, why="")
@@ -191,6 +194,12 @@ def _is_near(one: Candidate, fastest: Candidate, fitted: Fit[Configuration]) -> 
     return one.seconds <= _NEAR * fastest.seconds and not fitted.worse(one.measured, fastest.measured, _Z)
 
 
+def _is_worth_it(records: Sequence[Record], one: Candidate, default: Candidate) -> bool:
+    """Whether there is a reason to set its knobs: less memory than the default's, or a gain that is no noise."""
+    gain = _gain(records, one, default)
+    return one.memory_level < default.memory_level or (gain is not None and not gain.within_noise)
+
+
 def _gain(records: Sequence[Record], chosen: Candidate, default: Candidate | None) -> Difference | None:
     if default is None or chosen.measured == default.measured:
         return None
@@ -219,6 +228,9 @@ def _why(advice: Advice, count: int) -> str:
     sentences = []
     if chosen is fastest:
         sentences.append(f"Nothing {what} was faster." if chosen is default else f"It is the fastest {what}.")
+    elif chosen is default:
+        ahead = f"{1 - fastest.seconds / chosen.seconds:.1%}"
+        sentences.append(f"The fastest {what} takes {ahead} less time, which is within noise: the default is as good.")
     else:
         behind = f"{chosen.seconds / fastest.seconds - 1:.1%} behind the fastest {what}, which is within noise"
         reason = (
@@ -227,6 +239,9 @@ def _why(advice: Advice, count: int) -> str:
             else f"changes {chosen.changes} knobs instead of {fastest.changes}"
         )
         sentences.append(f"It is {behind}, and {reason}.")
+    if advice.gain is not None and advice.gain.within_noise and default is not None:
+        saved = " in time" if chosen.memory_level < default.memory_level else ""
+        sentences.append(f"As far as these measurements show, the default is as good{saved}.")
     if default is not None and chosen is not default and abs(chosen.overlap - default.overlap) >= 0.1:
         sentences.append(f"Its stages overlap {chosen.overlap:.2f}-fold, the default's {default.overlap:.2f}-fold.")
     if not advice.finals:

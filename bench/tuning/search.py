@@ -106,9 +106,13 @@ class Search:
     @property
     def left_s(self) -> float:
         """Roughly what is still to come: at most the budget, and less where the search will end by itself."""
-        rest = [group.expected_s(self._share()) for group in self._groups[self._current :]]
-        known = [seconds for seconds in rest if seconds is not None]
-        guess = sum(known) + (len(rest) - len(known)) * (max(known) if known else self.budget_s)
+        share = self._share()
+        left = self._groups[self._current].expected_s(share)
+        if left is None:
+            return max(0.0, self.budget_s - self.spent_s)
+        whole = max(group.spent_s for group in self._groups[: self._current + 1])  # what one group takes, as far as is known
+        whole = max(whole, self._groups[self._current].spent_s + left)
+        guess = left + (len(self._groups) - self._current - 1) * whole
         return max(0.0, min(self.budget_s - self.spent_s, guess))
 
     def _share(self) -> float:

@@ -16,7 +16,7 @@ from syncline.bench.measure.provenance import Provenance
 from syncline.engine.config import Transport
 from syncline.engine.messages import Landing
 
-from .journal import Journal, Replay
+from .journal import Journal, Replay, alone
 from .measuring import control, knobs_of, measure
 from .plots import heat_maps, pareto
 from .progress import Progress
@@ -31,6 +31,8 @@ _OTHER_S = 40.0
 """Of the budget, at most a fifth: to start and end processes, to corrupt buckets on purpose, and to draw."""
 _END_S = 15.0
 """Of these, at most half: what is still to do when the last measurement has been made."""
+_LONGEST_S = 7 * 24 * 3600.0
+_MOST = 64
 _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -66,6 +68,7 @@ class SweepArgs:
 
 def main(args: SweepArgs) -> int:
     """Entry point of the command line. Raises `BenchError`."""
+    _checked(args)
     starts, began = _starts(args), time.monotonic()
     budget_s = parse_duration(args.budget)
     other_s = min(_OTHER_S, budget_s / 5)
@@ -75,18 +78,14 @@ def main(args: SweepArgs) -> int:
         args.source, args.target, targets=args.targets, tensors=args.tensors, nbytes=args.nbytes,
         movable="mapped" in args.landings,
     )  # fmt: skip
-    journal = Journal(args.out / ROWS, setup, Provenance.here())
-    search = Search(
-        Space.of(setup.moved_bytes, most=args.most),
-        starts,
-        budget_s=budget_s - other_s,
-        seed=args.seed,
-        first_block=journal.next_block,
-    )
+    space = Space.of(setup.moved_bytes, most=args.most)
     import uvloop
 
-    uvloop.run(_sweep(search, journal, setup, deadline))
-    return _report(search.records, starts, args.out)
+    with alone(args.out / ROWS):
+        journal = Journal(args.out / ROWS, setup, Provenance.here())
+        search = Search(space, starts, budget_s=budget_s - other_s, seed=args.seed, first_block=journal.next_block)
+        uvloop.run(_sweep(search, journal, setup, deadline))
+        return _report(search.records, starts, args.out, space)
 
 
 async def _sweep(search: Search, journal: Journal, setup: Setup, deadline: float) -> None:
@@ -126,6 +125,18 @@ async def _measure(
             raise BenchError(f"{' '.join(kind)}: a bucket that was corrupted on purpose was {said}: trust none of the rows")
 
 
+def _checked(args: SweepArgs) -> None:
+    """Raise `BenchError` for numbers that make no sense."""
+    most = {"targets": _MOST, "tensors": args.nbytes // 4, "nbytes": 2**40, "most": _MOST}  # a tensor has an element
+    wrong = [
+        f"{name} is {value} (from 1 to {limit})"
+        for name, limit in most.items()
+        if not 1 <= (value := getattr(args, name)) <= limit
+    ]
+    if wrong:
+        raise BenchError(", ".join(wrong))
+
+
 def _kind(configuration: Configuration) -> tuple[Transport, Landing]:
     return configuration.transport, configuration.landing
 
@@ -144,12 +155,13 @@ def _starts(args: SweepArgs) -> list[Configuration]:
 def parse_duration(text: str) -> float:
     """Seconds of ``"9min"``, ``"90s"``, ``"1.5h"``. Raises `BenchError` for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text)
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise BenchError(f"{text!r} is no time; write a number with one of s, min, h, such as '9min'")
-    return float(match[1]) * _UNITS[match[2]]
+    seconds = float(match[1]) * _UNITS.get(match[2], 0.0) if match else 0.0
+    if not 0 < seconds <= _LONGEST_S:
+        raise BenchError(f"{text!r} is no time, or above a week; write a number with one of s, min, h, such as '9min'")
+    return seconds
 
 
-def _report(records: Sequence[Record], starts: Sequence[Configuration], out: Path) -> int:
+def _report(records: Sequence[Record], starts: Sequence[Configuration], out: Path, space: Space) -> int:
     """Tables, advice and plots; 1 if nothing can be recommended for one of the transports."""
     code = 0
     for start in starts:
@@ -164,7 +176,7 @@ def _report(records: Sequence[Record], starts: Sequence[Configuration], out: Pat
             print(f"  {error}")
             code = 1
     began = time.perf_counter()
-    for path in (heat_maps(records, out / "heat.png"), pareto(records, out / "pareto.png")):
+    for path in (heat_maps(records, out / "heat.png", space), pareto(records, out / "pareto.png")):
         print(f"wrote {path}")
     print(f"wrote {out / ROWS} ({len(records)} measurements; plots took {duration_text(time.perf_counter() - began)})")
     return code

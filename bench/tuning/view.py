@@ -25,25 +25,29 @@ def duration_text(seconds: float) -> str:
 
 
 def table(records: Sequence[Record]) -> str:
-    """The finalists of one transport and landing, or the fastest few where there were no finals."""
+    """The finalists of one transport and landing, or the fastest few where there were no finals.
+
+    ``ms`` is from the finals alone, ``all ms`` from everything that was measured, as in the heat map.
+    """
     good = usable(records)
     finals = last_finals(good)
     found = sorted(candidates(finals or good), key=lambda c: c.seconds)[:_ROWS]
+    everything = {one.measured: one.seconds for one in candidates(good)}
     pushes: Counter[Configuration] = Counter()
     for record in finals or good:
         pushes[record.configuration] += len(record.sample.warm)
     shown = Table(title="finalists" if finals else "fastest (no finals)", title_justify="left", box=None, padding=(0, 1))
-    for name in ("bucket", "watermark", "h2d/prep/send", "workers", "ms", "warm pushes", "peak tmp", "landing", ""):
+    for name in ("bucket", "watermark", "h2d/prep/send", "workers", "ms", "all ms", "warm pushes", "peak tmp", "landing", ""):
         shown.add_column(name, justify="left" if not name else "right")
     for one in found:
-        shown.add_row(*_cells(one, pushes[one.measured]))
+        shown.add_row(*_cells(one, everything[one.measured], pushes[one.measured]))
     console = Console(file=io.StringIO(), width=_WIDTH)
     console.print(shown)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]  # the buffer from above
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def _cells(one: Candidate, pushes: int) -> tuple[str, ...]:
+def _cells(one: Candidate, searched_s: float, pushes: int) -> tuple[str, ...]:
     c = one.measured
     return (
         size_text(c.bucket_bytes),
@@ -51,6 +55,7 @@ def _cells(one: Candidate, pushes: int) -> tuple[str, ...]:
         f"{c.h2d_concurrency}/{c.prepare_concurrency}/{c.send_concurrency}",
         str(c.workers),
         f"{one.seconds * 1e3:.1f}",
+        f"{searched_s * 1e3:.1f}",
         str(pushes),
         size_text(one.peak_tmp_bytes),
         size_text(one.landing_bytes),

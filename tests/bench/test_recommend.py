@@ -186,3 +186,28 @@ def test_false_alarms_are_as_rare_as_they_say():
         found += not difference(faster, BUSY, DEFAULT).within_noise
     assert claimed <= 14  # 7%
     assert found >= 160
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_default_is_recommended_where_nothing_is_shown_to_be_faster(seed):
+    """Same memory, a gain within noise: no knob is changed. A gain beyond noise, or less memory, is a reason."""
+    more = dataclasses.replace(DEFAULT, workers=4)
+    advice = advise(records({DEFAULT: 0.2, BUSY: 0.199, more: 0.1985}, noise=0.05, seed=seed))
+    if advice.within_noise:
+        assert advice.chosen.configuration == DEFAULT
+        assert advice.fastest is advice.chosen or "the default is as good" in advice_text(advice)
+    clear = advise(records({DEFAULT: 0.2, BUSY: 0.17, more: 0.171}, noise=0.01, seed=seed))
+    assert clear.chosen.configuration in {BUSY, more} and not clear.within_noise
+
+
+def test_a_gain_within_noise_for_less_memory_says_that_the_default_is_as_fast():
+    advice = advise(records({DEFAULT: 0.2, SMALL: 0.198}, noise=0.05))
+    assert advice.chosen.configuration == SMALL and "the default is as good in time" in advice_text(advice)
+
+
+def test_the_table_has_the_figures_of_the_finals_and_those_of_the_map():
+    searched = records({DEFAULT: 0.4, BUSY: 0.4}, blocks=8, drift=0, noise=0.001, phase="map")
+    finals = records({DEFAULT: 0.2, BUSY: 0.2}, drift=0, noise=0.001, first=8)
+    (row,) = (line.split() for line in table([*searched, *finals]).splitlines() if line.endswith("default"))
+    figures = [float(word) for word in row if word.replace(".", "").isdigit() and "." in word]
+    assert figures[0] == pytest.approx(200, rel=0.01) and figures[1] == pytest.approx(283, rel=0.1)  # their geometric mean

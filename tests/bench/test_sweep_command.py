@@ -16,9 +16,10 @@ from syncline.bench.tuning.measuring import measure
 from syncline.bench.tuning.plots import front, heat_maps, pareto
 from syncline.bench.tuning.recommend import NothingFits, candidates
 from syncline.bench.tuning.records import Record, Request, Sample
-from syncline.bench.tuning.space import MIB, Configuration
+from syncline.bench.tuning.space import MIB, Configuration, Space
 from syncline.bench.tuning.sweep import SweepArgs, main as sweep, parse_duration
 from syncline.engine import TransferConfig
+from syncline.scheduler.errors import SynclineError
 
 DEFAULT = Configuration.default("gloo", "staged")
 SMALL = ("--source", "module", "--tensors", "4", "--nbytes", str(4 * MIB))
@@ -132,3 +133,66 @@ def test_the_front_has_nothing_that_another_beats_in_both():
     for one in found:
         beaten = any(b.seconds <= one.seconds and b.peak_tmp_bytes <= one.peak_tmp_bytes and b != one for b in found)
         assert (one in best) == (not beaten)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        *(({name: value}, f"{name} is {value}") for name in ("targets", "tensors", "nbytes", "most") for value in (0, -1)),
+        ({"targets": 10**9}, "targets is"),
+        ({"tensors": 10**9}, "tensors is"),
+        *(({"budget": text}, "is no time") for text in ("nan", "inf", "-1s", "0s", "1e9h", "9" * 400 + "s", "8000h")),
+        ({"source": "fsdp:0"}, "--source"),
+        ({"transports": ("gloo",), "landings": ("mapped",)}, "mapped needs"),
+    ],
+)
+def test_bad_arguments_of_a_sweep_are_told_before_anything_is_written(changes, said, tmp_path):
+    with pytest.raises(BenchError, match=said):
+        sweep(SweepArgs(out=tmp_path / "out", **changes))
+    assert not (tmp_path / "out" / "rows.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rounds": 0}, "rounds is 0"),
+        ({"rounds": -1}, "rounds is -1"),
+        *(({"memory": text}, "--memory") for text in ("0", "nan", "-1GiB", "9" * 400)),
+        ({"ranks_per_host": 0}, "ranks_per_host is 0"),
+        ({"budget": "inf"}, "is no time"),
+        ({"landing": "mapped"}, "cluster of accelerators"),
+    ],
+)
+def test_bad_arguments_of_recommend_are_told(changes, said):
+    args = {"simulate": "qwen2.5-0.5b", "source": ("fsdp:2",), "target": ("tp:2",), **changes}
+    with pytest.raises(SynclineError, match=said):
+        recommend(RecommendArgs(**args))
+
+
+def test_the_simulator_is_asked_of_what_simulate_can_be_told(capsys):
+    args = RecommendArgs(simulate="qwen2.5-0.5b", source=("fsdp:2",), target=("tp:1",), budget="1s")
+    for changes, said in (({"wire": "fp8"}, "fp8"), ({"offloaded": True}, "offloaded"), ({"colocated": True}, "colocated")):
+        assert recommend(dataclasses.replace(args, **changes)) == 0
+        assert f", {said} on h100-400g" in capsys.readouterr().out
+    assert recommend(dataclasses.replace(args, hardware="cpu-2", landing="mapped")) == 0
+    assert "mapped" in capsys.readouterr().out
+
+
+def test_all_heat_maps_have_the_same_axes_and_unmeasured_sizes(tmp_path, monkeypatch):
+    seen = []
+
+    def note(_axes, buckets, watermarks, _default):
+        seen.append((tuple(buckets), tuple(watermarks)))
+
+    monkeypatch.setattr("syncline.bench.tuning.plots._frame", note)
+    made = [
+        Record(
+            request=Request(configuration=c, pushes=3, phase="map", block=0),
+            sample=Sample(seconds=(0.1, 0.1, 0.1), intact=True, peak_tmp_bytes=c.max_tmp_bytes),
+        )
+        for c in (DEFAULT, Configuration.default("shm", "staged").but(bucket_bytes=2 * MIB))
+    ]
+    space = Space.of(64 * MIB)
+    heat_maps(made, tmp_path / "heat.png", space)
+    assert len(seen) == 2 and seen[0] == seen[1]
+    assert seen[0] == (space.axes["bucket_bytes"], space.axes["max_tmp_bytes"])

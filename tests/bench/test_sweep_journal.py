@@ -12,7 +12,7 @@ from syncline.bench.measure.bed import Setup
 from syncline.bench.measure.errors import BenchError
 from syncline.bench.measure.provenance import Provenance
 from syncline.bench.measure.rows import Row, Skipped, parse
-from syncline.bench.tuning.journal import Journal, Replay, read, setup_of
+from syncline.bench.tuning.journal import Journal, Replay, alone, read, setup_of
 from syncline.bench.tuning.records import Record, Request, Sample
 from syncline.bench.tuning.search import Search
 from syncline.bench.tuning.space import MIB, Configuration, Space
@@ -148,3 +148,44 @@ def test_a_replay_answers_each_request_once():
     assert [replay.take(r).elapsed_s for r in (elsewhere, final, request)] == [0, 1, 2]
     assert replay.take(request) is None
     assert replay.take(final) is None  # something was measured anew since
+
+
+def test_a_file_that_is_no_sweeps_is_left_as_it_is(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for text in (b"notes of mine\nand no line break at the end", b'{"row": "x"}\n', b"[1]\n"):
+        path.write_bytes(text)
+        with pytest.raises(BenchError, match="no measurement"):
+            Journal(path, SETUP, HERE)
+        assert path.read_bytes() == text
+
+
+@pytest.mark.parametrize("seconds", [[0.0], [-1.0], [1e400], ["fast"], None])
+def test_times_that_are_none_are_told_with_their_line(tmp_path, seconds):
+    path = tmp_path / "rows.jsonl"
+    sweep(path, stop_after=3)
+    lines = path.read_text().splitlines()
+    second = json.loads(lines[1])
+    second["sweep"]["sample"]["seconds"] = seconds
+    lines[1] = json.dumps(second).replace("Infinity", "1e400")
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(BenchError, match=r"rows\.jsonl:2: no measurement"):
+        read(path)
+
+
+def test_lines_of_two_sweeps_in_one_file_are_told(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    sweep(path, stop_after=3)
+    lines = path.read_text().splitlines()
+    last = json.loads(lines[-1])
+    last["setup"]["nbytes"] += 4
+    path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    with pytest.raises(BenchError, match=r"rows\.jsonl:3 is of another sweep than the lines before \(setup: nbytes"):
+        read(path)
+
+
+def test_one_sweep_at_a_time_writes_to_a_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with alone(path), pytest.raises(BenchError, match="another sweep writes"), alone(path):
+        pass
+    with alone(path):
+        assert read(path) == ([], None)

@@ -124,6 +124,21 @@ def test_the_budget_is_kept_but_for_one_measurement(budget):
         assert search.left_s <= max(0.0, budget - search.spent_s)
 
 
+def test_the_estimate_is_of_the_whole_sweep():
+    """At any time within a factor of what then comes, and never about to end while a transport is still to be searched."""
+    starts = [DEFAULT, Configuration.default("shm", "staged")]
+    for budget in (100.0, 5000.0):  # until it is used up; until the search ends by itself
+        search, surface, estimates = Search(SPACE, starts, budget_s=budget), Surface(2), []
+        while (request := search.next()) is not None:
+            search.tell(surface.measure(request.configuration, request.pushes))
+            estimates.append((search.spent_s, search.left_s, request.configuration.transport))
+        first = [row for row in estimates if row[2] == "gloo"]
+        own = first[-1][0]
+        for spent, left, _ in first[len(first) // 4 :]:
+            assert 0.3 * (search.spent_s - spent) <= left, (spent, left, search.spent_s)
+        assert first[-1][1] >= 0.5 * min(own, budget - own)
+
+
 def test_both_transports_get_their_time_and_their_finals():
     surface = Surface(1)
     search = Search(SPACE, [DEFAULT, Configuration.default("shm", "staged")], budget_s=600)
