@@ -14,6 +14,7 @@ import msgspec
 import uvloop
 
 from syncline.bench.plan_view import folded
+from syncline.bench.outputs import check_outputs
 from syncline.engine.config import TransferConfig
 from syncline.engine.messages import Landing
 from syncline.scheduler.errors import PlanError, SynclineError
@@ -99,6 +100,7 @@ class UsageError(SynclineError):
 
 def main(args: SimulateArgs) -> int:
     """Entry point of ``syncline bench simulate``. Raises `SynclineError`."""
+    check_outputs(args.trace)
     view = View(sys.stdout)
     if args.published:
         rows = list(side_by_side())
@@ -230,6 +232,7 @@ def calibrate_main(args: CalibrateArgs) -> int:
     if not 1 <= args.repeat <= _MOST_REPEAT:
         raise UsageError(f"repeat is {args.repeat}; give a number of pushes from 1 to {_MOST_REPEAT}")
     chosen = _chosen(args.only) if args.check else []
+    check_outputs(None if args.model else args.out)
     view = View(sys.stderr if args.json else sys.stdout)
     if args.model is not None:
         hardware = find(str(args.model))
