@@ -157,7 +157,8 @@ async def test_an_aborted_push_leaves_nothing_behind(world, transport, landing):
     await target.held.wait()
     sent = await push
     if landing == "streamed":  # otherwise nothing waits for the receiver to take anything
-        assert "DeadlineExceeded" in sent["error"]
+        # The transport has the same deadline: where its own thread sees it first, the receiver is dropped.
+        assert "DeadlineExceeded" in sent["error"] or receiver in source.errors
     receiving.cancel()
     await asyncio.gather(receiving, return_exceptions=True)
     await target.abandon()
