@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import uvloop
 
-from syncline.bench.plan_view import folded
 from syncline.bench.outputs import check_outputs
+from syncline.bench.plan_view import folded
 from syncline.engine.config import TransferConfig
 from syncline.engine.messages import Landing
 from syncline.scheduler.errors import PlanError, SynclineError
@@ -229,10 +229,10 @@ def calibrate_main(args: CalibrateArgs) -> int:
     """Entry point of ``syncline bench calibrate``. Raises `SynclineError`."""
     from .calibrate import fitted, measure  # processes of a bed: a simulation needs none of that
 
+    check_outputs(None if args.model else args.out)
     if not 1 <= args.repeat <= _MOST_REPEAT:
         raise UsageError(f"repeat is {args.repeat}; give a number of pushes from 1 to {_MOST_REPEAT}")
     chosen = _chosen(args.only) if args.check else []
-    check_outputs(None if args.model else args.out)
     view = View(sys.stderr if args.json else sys.stdout)
     if args.model is not None:
         hardware = find(str(args.model))
