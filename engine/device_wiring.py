@@ -12,7 +12,7 @@ import torch
 from syncline.scheduler.layout import Manifest
 from syncline.scheduler.programs import ReceiverId, SourceProgram, SourceTask
 from syncline.stages.buffers import BufferPool, aligned
-from syncline.stages.completions import TaskScope
+from syncline.stages.completions import Signal, TaskScope
 from syncline.stages.device import Device
 from syncline.stages.device_h2d import DeviceH2DStage, pool_nbytes
 from syncline.stages.device_prepare import DevicePrepareStage
@@ -29,6 +29,8 @@ from .errors import PlanError
 from .transports import LENDING
 
 T = TypeVar("T")
+
+_CLOSE_S = 2.0
 
 
 class Held(NamedTuple):
@@ -83,6 +85,7 @@ class DeviceRig:
     pinned: torch.Tensor
     watch: Watch = field(default_factory=Watch)
     ready: Lane | None = None
+    _letting_go: asyncio.Task[None] | None = None
 
     @classmethod
     def resolve(
@@ -128,9 +131,13 @@ class DeviceRig:
         assert self.ready is not None
         await self.watch.until(self.ready.slots.record(self.device.current_stream()).poll)
 
-    async def close(self) -> None:
-        """Let go of page-locked memory. Only when nothing is under way any more."""
-        self.watch.close()
+    async def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Let go of page-locked memory: when the device has done what is under way. Waits for at most ``timeout_s`` seconds."""
+        self._letting_go = self._letting_go or asyncio.create_task(self._let_go(self.watch.close()))
+        await asyncio.wait({self._letting_go}, timeout=timeout_s)
+
+    async def _let_go(self, idle: Signal[None]) -> None:
+        await idle
         await asyncio.to_thread(self.locks.close)
 
 

@@ -157,7 +157,7 @@ class Gate:
         try:
             await watch.until(self._drained)
         finally:
-            watch.close()
+            _ = watch.close()
 
     async def _empty(self) -> None:
         while True:

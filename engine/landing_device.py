@@ -6,22 +6,24 @@ the source's own storage, not from a bucket. ``mapped`` is not possible: nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
 from syncline.scheduler.layout import Manifest
 from syncline.scheduler.programs import TargetTask
 from syncline.stages.completions import Signal
-from syncline.stages.device_landing import DeviceCopies, DeviceDigest, LandingStream, Launched, both, follow
+from syncline.stages.device_landing import DeviceCopies, DeviceDigest, LandingStream
+from syncline.stages.launched import Launched, both, failed, follow, nothing, then
 from syncline.stages.transports.base import Lending
 from syncline.stages.watch import Watch
 
 from .errors import PlanError
 from .landing import Buffers, LandingPath, PathBase, Received, Route
 from .loader import InstallingAll, Landed
+from .loader_thread import guarded
 from .messages import Landing
 from .placement import parted, parts_of
 
@@ -54,11 +56,11 @@ def landing_device(kind: str, manifest: Manifest, buffers: Buffers) -> torch.dev
     return devices.pop()
 
 
-def make_device_path(landing: Landing, route: Route, buffers: Buffers) -> LandingPath:
-    """The path for a landing mode. Raises `PlanError` if the mode cannot be had."""
+def make_device_path(landing: Landing, route: Route, buffers: Buffers, stream: LandingStream | None = None) -> LandingPath:
+    """The path for a landing mode, on a stream of its own. Raises `PlanError` if the mode cannot be had."""
     if route.device is None:
         raise ValueError("this route lands in CPU memory")
-    stream = LandingStream(route.device)
+    stream = stream or LandingStream(route.device)
     if landing == "streamed":
         return StreamedOnDevice(route, buffers, stream)
     if landing == "staged":
@@ -77,8 +79,8 @@ class _OnDevice(PathBase):
 
     async def close(self) -> None:
         self._ways.clear()  # launches know addresses in the source's memory, which stays open as long as they do
+        _ = self._watch.close()  # it goes on asking for launches under way: they hold what they use
         await super().close()
-        self._watch.close()
 
     def _launch(self, function: Callable[P, Launched], *args: P.args, **kwargs: P.kwargs) -> Signal[int]:
         """Launch on a worker; ends when the device has done it."""
@@ -90,10 +92,28 @@ class _OnDevice(PathBase):
         whole.subscribe(lambda: self._jobs.discard(whole))
         return whole
 
+    def _begin(self, version: int) -> None:
+        """On the loader's thread. What is launched after it comes after what the loader has launched."""
+        self._route.loader.loader.begin(version)
+        self._stream.follow_caller()
+
+    async def _loaded(self, load: Callable[[], Awaitable[Any]], version: int) -> None:
+        loader = self._route.loader
+        await loader.call(self._begin, version)
+        await load()
+        await loader.call(loader.loader.finish, version)
+
+    def _by_loader(self, load: Callable[[], Launched], used: object) -> Launched:
+        """On the loader's thread. What it launches there is a part of the work, also where it fails midway."""
+        try:
+            launched = load()
+        except Exception as error:  # noqa: BLE001 - told when what was launched before it is done
+            launched = failed(error)
+        return both(launched, self._stream.behind_loader(used))
+
     def _install(self, task: TargetTask, bucket: torch.Tensor) -> Launched:
-        """On the loader's thread."""
-        self._route.loader.loader.install(parts_of(task, bucket))
-        return self._stream.behind_loader()
+        guarded(self._route.loader.loader.install, parts_of(task, bucket))
+        return nothing()
 
 
 class StreamedOnDevice(_OnDevice):
@@ -121,7 +141,7 @@ class StreamedOnDevice(_OnDevice):
 
     async def _begin_loading(self, version: int) -> None:
         self._begun = True
-        await self._route.loader.call(self._route.loader.loader.begin, version)
+        await self._route.loader.call(self._begin, version)
 
     def _take(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
         ways, lent = self._ways[task.index], self._lent(task)
@@ -134,20 +154,25 @@ class StreamedOnDevice(_OnDevice):
 
     def _write(self, ways: _Ways, bucket: torch.Tensor, lent: Mapping[int, torch.Tensor]) -> Launched:
         if ways.copies is None:
-            return self._stream.nothing()
+            return nothing()
         return ways.copies.run_and_digest(bucket, lent) if self._route.verify else ways.copies.run(bucket, lent)
 
     def _write_and_install(
         self, ways: _Ways, installed: TargetTask, bucket: torch.Tensor, lent: Mapping[int, torch.Tensor]
     ) -> Launched:
         """On the loader's thread, which gets all it installs in one piece of memory."""
-        written = self._write(ways, bucket, lent)
-        whole = bucket if not lent else _joined(installed, bucket, lent)
-        digest = self._stream.nothing()
-        if self._route.verify and ways.digest is not None:
-            self._stream.follow_caller()
-            digest = ways.digest.run(whole)
-        return both(both(written, digest), self._install(installed, whole))
+        used: list[object] = [bucket, lent]
+
+        def load() -> Launched:
+            whole = bucket if not lent else _joined(installed, bucket, lent)
+            used.append(whole)
+            digest = nothing()
+            if self._route.verify and ways.digest is not None:
+                self._stream.follow_caller()
+                digest = ways.digest.run(whole)
+            return then(digest, lambda: self._install(installed, whole))
+
+        return then(self._write(ways, bucket, lent), lambda: self._by_loader(load, used))
 
 
 class StagedOnDevice(_OnDevice):
@@ -175,7 +200,7 @@ class StagedOnDevice(_OnDevice):
     def _keep(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
         self._buckets[task.index] = bucket
         if not self._route.verify:
-            return self._launch(self._stream.nothing)
+            return self._launch(nothing)
         return self._launch(self._digests[task.index].run, bucket)
 
     async def _copy_and_install(self) -> None:
@@ -187,14 +212,15 @@ class StagedOnDevice(_OnDevice):
         loader = self._route.loader
         if isinstance(loader.loader, InstallingAll):
             parts = [part for task in installed for part in parts_of(task, self._buckets[task.index])]
-            await self._followed(loader.call(partial(self._install_all, loader.loader, parts)))
+            await self._followed(loader.call(self._by_loader, partial(self._install_all, loader.loader, parts), parts))
             return
         for task in installed:
-            await self._followed(loader.call(self._install, task, self._buckets[task.index]))
+            bucket = self._buckets[task.index]
+            await self._followed(loader.call(self._by_loader, partial(self._install, task, bucket), bucket))
 
     def _install_all(self, loader: InstallingAll, parts: Sequence[Landed]) -> Launched:
-        loader.install_all(parts)
-        return self._stream.behind_loader()
+        guarded(loader.install_all, parts)
+        return nothing()
 
 
 def _ways(task: TargetTask, buffers: Buffers, stream: LandingStream) -> _Ways:

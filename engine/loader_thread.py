@@ -28,7 +28,13 @@ class LoaderThread:
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Signal[T]:
         """Call something that calls the loader, after the calls before it."""
         signal = self._last = self._worker.submit(lambda: guarded(function, *args, **kwargs))
+        signal.subscribe(lambda: self._forget(signal))
         return signal
+
+    def _forget(self, signal: Signal[Any]) -> None:
+        """What a call has returned may hold memory, and is not this thread's."""
+        if self._last is signal:
+            self._last = None
 
     @property
     def idle(self) -> bool:

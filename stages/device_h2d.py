@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .buffers import Buffer, BufferPool, aligned
-from .completions import Completion, Signal, TaskScope
+from .completions import Completion, Signal, TaskScope, all_of
 from .device_recipes import DeviceRecipe, Upload, chunks
 from .lanes import Lane
-from .prepare import Failures
 from .task_memory import TaskMemory
 from .workers import Workers
 
@@ -82,18 +81,15 @@ class DeviceH2DStage:
         assert staging is not None
         locked, pageable = self._locked[index], self._pageable[index]
         buffer: Buffer | None = await self._pool.acquire(_pooled_nbytes(recipe)) if pageable else None
-        failures = Failures()
         jobs: list[Signal[None]] = []
         if locked:
             jobs.append(self._workers.submit(self._lane.run, _read, locked, staging))
         if buffer is not None:
             jobs += [self._workers.submit(self._lane.run, _stage, piece, buffer.memory, staging) for piece in pageable]
-        for job in jobs:
-            await failures.ended(job)
-        await self._lane.done((recipe, staging, buffer))
+        done = self._lane.after(all_of(jobs), (recipe, staging, buffer))
         if buffer is not None:
-            buffer.release()
-        failures.check()
+            done.subscribe(buffer.release)
+        await done
         if push == self._push:
             self.locked_nbytes += sum(upload.nbytes for upload in locked)
             self.pooled_nbytes += sum(upload.nbytes for upload in pageable)

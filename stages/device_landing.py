@@ -6,15 +6,14 @@ On the CPU the same runs in plain torch and is over when it returns: for tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from syncline.scheduler.programs import TargetTask
 
-from .completions import Signal
-from .digest import add_digests
 from .errors import TransportError
 from .issuing import Event
 from .kernels.assemble import BucketKernels, read_digest
@@ -22,28 +21,14 @@ from .kernels.from_plan import landings_of
 from .kernels.land import Landed, LandingKernels, land, read_landed
 from .kernels.launches import LIMBS
 from .kernels.views import Moved
-from .watch import Watch
+from .launched import DONE, Launched
 
 Lent = Mapping[int, torch.Tensor]
 """Segments that are not in the bucket: offset in it -> where their bytes lie."""
 
 
-class Launched(NamedTuple):
-    """Work under way on the device. ``result`` is its digest, to be asked for once, when ``event`` is done."""
-
-    event: Event
-    result: Callable[[], int]
-
-
-class _Done:
-    """What runs at once is done when it returns."""
-
-    def query(self) -> bool:
-        return True
-
-
 class LandingStream:
-    """Where kernels of one landing path are launched. From any thread, one at a time.
+    """Where kernels of one landing path are launched. From any thread, several at a time.
 
     Args:
         device: where weights live.
@@ -53,58 +38,66 @@ class LandingStream:
         self.device = device
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
-        self._rows: list[torch.Tensor] = []
+        self._free_rows: list[torch.Tensor] = []
 
-    def launch(self, work: Callable[[torch.Tensor], None], read: Callable[[torch.Tensor], int]) -> Launched:
-        """Run ``work`` on zeroed limbs, (3, `LIMBS`) int64, on the stream. ``read`` gets them on the host."""
-        if self._stream is None:
-            limbs = torch.zeros((3, LIMBS), dtype=torch.int64)
-            work(limbs)
-            return Launched(_Done(), lambda: read(limbs))
-        rows = self._rows.pop() if self._rows else torch.empty((3, LIMBS), dtype=torch.int64, pin_memory=True)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+    def launch(self, work: Callable[[torch.Tensor], None], read: Callable[[torch.Tensor], int], used: object) -> Launched:
+        """Run ``work`` on zeroed limbs, (3, `LIMBS`) int64, on the stream. ``read`` gets them on the host.
+
+        ``used``: all memory that ``work`` reads and writes. If it fails midway, what it has launched is under way all the
+        same: the error is told at its end.
+        """
+        rows = self._rows()
+        problem: Exception | None = None
+        with self._on_stream():
             limbs = torch.zeros((3, LIMBS), dtype=torch.int64, device=self.device)
-            work(limbs)
-            rows.copy_(limbs, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
+            try:
+                work(limbs)
+                rows.copy_(limbs, non_blocking=True)
+            except Exception as error:  # noqa: BLE001 - raised by `result`
+                problem = error
+            event = self._mark(self._stream)
 
         def result() -> int:
+            if problem is not None:
+                raise problem
             digest = read(rows)
-            self._rows.append(rows)
+            self._free_rows.append(rows)
             return digest
 
-        return Launched(event, result)
+        return Launched(event, result, (self, used, limbs, rows))
 
-    def behind_loader(self) -> Launched:
-        """Everything that the calling thread has launched so far on its current stream: a loader's copies out of a bucket."""
+    def behind_loader(self, used: object) -> Launched:
+        """Everything that the calling thread has launched so far on its current stream: a loader's copies out of ``used``."""
+        stream = torch.cuda.current_stream(self.device) if self._cuda else None
+        return Launched(self._mark(stream), lambda: 0, used)
+
+    def _rows(self) -> torch.Tensor:
+        """Page-locked memory for limbs that nobody uses."""
+        try:
+            return self._free_rows.pop()
+        except IndexError:
+            return torch.empty((3, LIMBS), dtype=torch.int64, pin_memory=self._cuda)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
-            return self.nothing()
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return Launched(event, lambda: 0)
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
 
-    def nothing(self) -> Launched:
-        """Nothing, done at once."""
-        return Launched(_Done(), lambda: 0)
+    def _mark(self, stream: Any) -> Event:
+        """The end of what ``stream`` has been given."""
+        if stream is None:
+            return DONE
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
 
     def follow_caller(self) -> None:
         """What is launched from now on waits for what the calling thread has launched on its own stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-
-
-class _Both:
-    def __init__(self, one: Event, other: Event) -> None:
-        self._one, self._other = one, other
-
-    def query(self) -> bool:
-        return self._one.query() and self._other.query()
-
-
-def both(one: Launched, other: Launched) -> Launched:
-    """Two as one: the digests are added up."""
-    return Launched(_Both(one.event, other.event), lambda: add_digests((one.result(), other.result())))
 
 
 class DeviceCopies:
@@ -130,7 +123,7 @@ class DeviceCopies:
     def run(self, bucket: torch.Tensor, lent: Lent) -> Launched:
         """Copy every segment to all its places. ``lent`` is the same each time."""
         kernels = self._built(lent, verify=False)
-        return self._stream.launch(lambda limbs: _land(bucket, kernels, limbs), lambda _: 0)
+        return self._stream.launch(lambda limbs: _land(bucket, kernels, limbs), lambda _: 0, (bucket, kernels))
 
     def run_and_digest(self, bucket: torch.Tensor, lent: Lent) -> Launched:
         """The same, and the digest of what has landed, computed from where it landed.
@@ -138,7 +131,7 @@ class DeviceCopies:
         Reading it raises `TransportError` if a segment that lands in several places is not the same in all of them.
         """
         kernels = self._built(lent, verify=True)
-        return self._stream.launch(lambda limbs: _land(bucket, kernels, limbs), self._read)
+        return self._stream.launch(lambda limbs: _land(bucket, kernels, limbs), self._read, (bucket, kernels))
 
     def _read(self, limbs: torch.Tensor) -> int:
         digest, same = read_landed(limbs)
@@ -176,32 +169,10 @@ class DeviceDigest:
         if self._kernels is None:
             self._kernels = BucketKernels(self._parts, self._stream.device)
         kernels = self._kernels
-        return self._stream.launch(lambda limbs: kernels.run(bucket, None, limbs[0]), lambda limbs: read_digest(limbs[0]))
+        return self._stream.launch(
+            lambda limbs: kernels.run(bucket, None, limbs[0]), lambda limbs: read_digest(limbs[0]), (bucket, kernels)
+        )
 
 
 def _land(bucket: torch.Tensor, kernels: LandingKernels, limbs: torch.Tensor) -> None:
     land(bucket, kernels, limbs=limbs)
-
-
-def follow(started: Signal[Launched], watch: Watch) -> Signal[int]:
-    """Ends with the result of launched work when the device has done it."""
-    whole: Signal[int] = Signal()
-
-    def launched() -> None:
-        if started.error is not None:
-            whole.fail(started.error)
-            return
-        work = started.result
-        done = watch.until(work.event.query)
-        done.subscribe(lambda: _finish(work, done, whole))
-
-    started.subscribe(launched)
-    return whole
-
-
-def _finish(work: Launched, done: Signal[None], whole: Signal[int]) -> None:
-    try:
-        done.poll()
-        whole.set(work.result())
-    except Exception as error:  # noqa: BLE001 - handed to whoever waits
-        whole.fail(error)

@@ -8,7 +8,7 @@ task's memory, which is given back after that end was seen; what they read of th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -76,7 +76,7 @@ class DevicePrepareStage(PrepareStage):
         failures.check()
         digest = await self._workers.submit(self._digest_rows.take)
         launched = self._workers.submit(self._lane.run, self._launch, recipe, bucket, holding, digest)
-        await self._to_its_end(launched, (recipe, bucket, digest))
+        await self._lane.after(launched, (recipe, bucket, holding, digest))
         if push == self._push:
             self._digests[task.index] = digest.value if self._verify else 0
             self._ended_here(task.index, push)
@@ -96,7 +96,7 @@ class DevicePrepareStage(PrepareStage):
         messages = [self._message(packing, number, holding) for number, packing in enumerate(recipe.packings)]
         if any(packing.kernels is not None for packing in recipe.packings):
             launched = self._workers.submit(self._lane.run, self._pack_all, recipe, messages, holding)
-            await self._to_its_end(launched, (recipe, messages))
+            await self._lane.after(launched, (recipe, messages, holding))
         failures = Failures()
         peers = [(packing.message.peer, packing.message.tag) for packing in recipe.packings]
         sent = [gather.send(memory, *peer) for memory, peer in zip(messages, peers, strict=True)]
@@ -119,10 +119,3 @@ class DevicePrepareStage(PrepareStage):
         for packing, memory in zip(recipe.packings, messages, strict=True):
             if packing.kernels is not None:
                 assemble(memory, packing.kernels, given=holding.files())
-
-    async def _to_its_end(self, launched: Awaitable[object], used: object) -> None:
-        """Wait for launches, and for what they have started: also where some of them failed, their memory is in use."""
-        failures = Failures()
-        await failures.ended(launched)
-        await self._lane.done(used)
-        failures.check()

@@ -219,10 +219,12 @@ class Imports:
         self._tell()
 
     def _close_one(self, address: int) -> None:
-        self._runtime.close(address)
-        with self._lock:
-            self.closed += 1
-        self._tell()
+        try:
+            self._runtime.close(address)
+        finally:  # it is open no more, or nobody can close it: the source must not wait for it
+            with self._lock:
+                self.closed += 1
+            self._tell()
 
     def _tell(self) -> None:
         with self._lock:

@@ -45,8 +45,29 @@ class Lane:
         return self.slots.record(self.stream, used)
 
     def done(self, used: object = None) -> Signal[None]:
-        """The same, to be waited for."""
-        return self._watch.until(self.record(used).poll)
+        """The same, to be waited for; asked for to its end, whoever waits."""
+        return self._watch.until(self.record(used).poll, (self, used))
+
+    def after(self, launching: Signal[Any], used: object) -> Signal[None]:
+        """The end of what is being launched on the stream, by `run` on a worker. Fails as that did, but not before its end:
+        what was launched until then is under way. Not even a cancelled waiter lets go of ``used`` earlier.
+        """
+        whole: Signal[None] = Signal()
+
+        def launched() -> None:
+            done = self.done(used)
+
+            def over() -> None:
+                error = launching.error or done.error
+                if error is None:
+                    whole.set()
+                else:
+                    whole.fail(error)
+
+            done.subscribe(over)
+
+        launching.subscribe(launched)
+        return whole
 
 
 class HostDigest:

@@ -16,6 +16,7 @@ from syncline.scheduler.programs import Landing, TargetProgram, TargetTask
 from ..completions import Signal
 from ..errors import TransportError
 from ..ipc import Event, Imports, IpcRuntime
+from ..launched import Launched, follow
 from ..watch import Watch
 from ..workers import Workers, call_in_thread
 from .base import LandingMode, PrivateLease, decode_offer, push_key
@@ -250,8 +251,9 @@ class CudaIpcHalf:
         if not self.persistent:
             return bucket
         place = self._landing[task.landing_offset : task.landing_offset + task.nbytes]
-        await self._copy(_pairs(task, place, bucket, lent))
-        del bucket, lent
+        copying = self._workers.submit(self._copy, _pairs(task, place, bucket, lent))
+        del bucket, lent  # the copy holds them until it is done, and then nothing does
+        await follow(copying, self._watch)
         owner.acknowledge(key, task.index)  # raises if the bucket may have been torn meanwhile
         return place
 
@@ -282,21 +284,17 @@ class CudaIpcHalf:
     async def close(self, timeout_s: float = 5.0) -> None:
         for owner in self._owners.values():
             owner.close()
-        self._watch.close()
-        self._landing = self._landing[:0]
-        with contextlib.suppress(TimeoutError):  # somebody may still hold a bucket
+        _ = self._watch.close()
+        self._landing = torch.empty(0, dtype=torch.uint8, device=self._runtime.device)
+        for owner in self._owners.values():  # not before: a source lets go of its memory when the channel is shut
+            owner.closed.subscribe(owner.channel.close)
+        with contextlib.suppress(TimeoutError):  # somebody may still hold a bucket, or the device still read one
             async with asyncio.timeout(min(timeout_s, _ORDERLY_S)):
                 for owner in self._owners.values():
                     await owner.closed
-        for owner in self._owners.values():  # last: a source lets go of its memory when the channel is shut
-            owner.channel.close()
 
-    async def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        event = await self._workers.submit(self._runtime.copy, pairs)
-        try:
-            await self._watch.until(event.query)
-        finally:
-            pairs.clear()
+    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Launched:
+        return Launched(self._runtime.copy(pairs), lambda: 0, pairs)
 
     def _finish(self) -> None:
         self._over.append(self._key)

@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 
+from syncline.stages.device_landing import LandingStream
 from syncline.stages.errors import TransportError
 
 
@@ -65,3 +66,16 @@ class SlowDevice:
     def unregister(self, address):
         if self.registered.pop(address, None) is None:
             raise TransportError("was not registered")
+
+
+class SlowLanding(LandingStream):
+    """Where landing kernels are launched, on a `SlowDevice`: what `launch` starts is seen to be done when that says so."""
+
+    def __init__(self, device):
+        super().__init__(device.device)
+        self.slow = device
+
+    def _mark(self, stream):
+        event = self.slow.event()
+        event.record(stream)
+        return event

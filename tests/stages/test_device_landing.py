@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib.util
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +14,23 @@ from hypothesis import given, settings, strategies as st
 
 from syncline.stages.assembly import LandingCopies
 from syncline.stages.completions import Signal
-from syncline.stages.device_landing import DeviceCopies, DeviceDigest, LandingStream, Launched, both, follow
+from syncline.stages.device_landing import DeviceCopies, DeviceDigest, LandingStream
 from syncline.stages.digest import digest_bucket
 from syncline.stages.errors import TransportError
+from syncline.stages.launched import Launched, both, follow, then
 from syncline.stages.watch import Watch
 
 CPU = torch.device("cpu")
+
+
+def _slow_device():
+    spec = importlib.util.spec_from_file_location("slow_device", Path(__file__).with_name("slow_device.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SLOW = _slow_device()
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +123,7 @@ async def test_the_end_of_launched_work_is_asked_for():
     watch, event, other = Watch(), Later(), Later()
     started = Signal()
     whole = follow(started, watch)
-    started.set(both(Launched(event, lambda: 3), Launched(other, lambda: 2**128 - 1)))
+    started.set(both(Launched(event, lambda: 3, None), Launched(other, lambda: 2**128 - 1, None)))
     for _ in range(20):
         await asyncio.sleep(0)
     event.done = True
@@ -122,6 +137,90 @@ async def test_the_end_of_launched_work_is_asked_for():
     failed.fail(TransportError("could not launch"))
     with pytest.raises(TransportError, match="could not launch"):
         await follow(failed, watch)
+
+
+class Memory:
+    """Something that a device works on."""
+
+
+async def test_launched_work_holds_what_it_uses_to_its_end_whoever_goes_away():
+    watch, event, memory = Watch(), Later(), Memory()
+    held = weakref.ref(memory)
+    started = Signal()
+    waiting = asyncio.create_task(_waits(follow(started, watch)))
+    started.set(Launched(event, lambda: 7, memory))
+    del memory, started
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    ended = watch.close()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert held() is not None
+    assert not ended.done
+    event.done = True
+    async with asyncio.timeout(5):
+        await ended
+    gc.collect()
+    assert held() is None
+
+
+async def _waits(signal):
+    return await signal
+
+
+@pytest.mark.parametrize("how", ["copy", "copy and digest", "digest"])
+async def test_launches_hold_buckets_and_tables_until_they_are_done(target, how):
+    rank, slow = target(3), SLOW.SlowDevice(free=False)
+    stream, watch = SLOW.SlowLanding(slow), Watch()
+    task = rank.program.tasks[0]
+    bucket = a_bucket(task, 1)
+    lent = {at: aligned(n).fill_(0) for at, n in [(lg.segment.offset, lg.segment.nbytes) for lg in task.landings[:1]] if n}
+    copies, digest = DeviceCopies(task, rank.buffers, stream), DeviceDigest(task, stream)
+    started = Signal()
+    whole = follow(started, watch)
+    if how == "digest":
+        started.set(digest.run(bucket))
+    else:
+        started.set(copies.run(bucket, lent) if how == "copy" else copies.run_and_digest(bucket, lent))
+    held = [weakref.ref(bucket), *(weakref.ref(memory) for memory in lent.values() if how != "digest")]
+    kernels = digest._kernels if how == "digest" else copies._kernels[how != "copy"]
+    held.append(weakref.ref(kernels))
+    del bucket, lent, copies, digest, kernels, started
+    await asyncio.sleep(0)
+    watch.close()
+    gc.collect()
+    assert all(one() is not None for one in held)
+    slow.done = float("inf")
+    async with asyncio.timeout(5):
+        await whole
+    del whole
+    gc.collect()
+    assert all(one() is None for one in held)
+    rank.workers.close()
+
+
+async def test_a_launch_that_fails_midway_is_told_when_the_device_is_done():
+    slow, watch = SLOW.SlowDevice(free=False), Watch()
+    memory = Memory()
+    held = weakref.ref(memory)
+
+    def work(_limbs):
+        raise MemoryError("no room for the second kernel")
+
+    started = Signal()
+    whole = follow(started, watch)
+    started.set(then(SLOW.SlowLanding(slow).launch(work, lambda _: 0, memory), lambda: 1 / 0))
+    del memory
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not whole.done
+    assert held() is not None
+    slow.done = float("inf")
+    async with asyncio.timeout(5):
+        with pytest.raises(MemoryError, match="second kernel"):
+            await whole
 
 
 async def test_a_closed_watch_leaves_nobody_waiting():

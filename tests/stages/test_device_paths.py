@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import importlib.util
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
+from syncline.engine import landing_device as landing_device_module
 from syncline.engine.errors import PlanError
 from syncline.engine.landing import Route
 from syncline.engine.landing_device import landing_device, make_device_path
@@ -18,6 +23,17 @@ from syncline.engine.loader_thread import LoaderThread
 from syncline.stages.transports.cuda_ipc import CudaIpcSender
 
 CPU = torch.device("cpu")
+PATIENCE_S = 20.0
+
+
+def _slow_device():
+    spec = importlib.util.spec_from_file_location("slow_device", Path(__file__).with_name("slow_device.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SLOW = _slow_device()
 
 
 class Weights:
@@ -50,19 +66,20 @@ async def bed(world):
     """``await bed(landing, family, verify)``: a source, and the landing path of a target rank."""
     made = []
 
-    async def make(landing, family, verify=True, *, lent=False):
+    async def make(landing, family, verify=True, *, lent=False, slow=None):
         one = await world(connect=False, seed=31, transport="cuda_ipc", landing=landing, targets=[2], tensors=8, verify=verify)
         if lent:
             lend(one.sources[0])
         await one.connect()
         paths = []
-        for rank in one.targets.values():
+        for number, rank in enumerate(one.targets.values()):
             loader = LoaderThread(Weights(rank, family))
             route = Route(
                 program=rank.program, manifest=rank.manifest, half=rank.half, loader=loader, workers=rank.workers,
                 verify=verify, device=CPU,
             )  # fmt: skip
-            paths.append(make_device_path(landing, route, loader.loader.buffers()))
+            stream = None if slow is None else SLOW.SlowLanding(slow[number])
+            paths.append(make_device_path(landing, route, loader.loader.buffers(), stream))
             made.append((paths[-1], loader))
         return one, paths
 
@@ -150,6 +167,95 @@ async def test_closing_lets_go_of_the_sources_memory(bed):
         await path.close()
         opened = one.sources[0].sender.exported
         assert target.half.handles == (opened, opened)
+
+
+async def until(predicate):
+    async with asyncio.timeout(PATIENCE_S):
+        while not predicate():
+            await asyncio.sleep(0.001)
+
+
+async def given_up(tasks):
+    """Cancel, and let go of: a task holds the frames in which it ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    tasks.clear()
+
+
+@pytest.mark.parametrize("family", ["exposed", "hidden", "mixed"])
+@pytest.mark.parametrize("lent", [False, True])
+async def test_nothing_is_unmapped_while_the_device_works_on_it(bed, family, lent, monkeypatch):
+    """A push is given up and its links are closed: buckets, what is lent and what was put together stay until the end."""
+    slow = [SLOW.SlowDevice(free=False) for _ in range(2)]
+    one, paths = await bed("streamed", family, lent=lent, slow=slow)
+    joined = []
+    join = landing_device_module._joined
+    monkeypatch.setattr(
+        landing_device_module, "_joined", lambda *args: joined.append(weakref.ref(whole := join(*args))) or whole
+    )
+    (source,) = one.sources
+    source.fill(1)
+    for path in paths:
+        await path.begin("push", 30)
+    receiving = [asyncio.create_task(path.receive_all(1, lambda: None)) for path in paths]
+    sending = asyncio.create_task(source.push("push"))
+    halves = [target.half for target in one.targets.values()]
+    await until(lambda: all(device.recorded for device in slow))
+    await given_up(receiving)
+    for path in paths:
+        await path.end(committed=False)
+        await path.close()
+    gc.collect()
+    opened, closed = zip(*(half.handles for half in halves), strict=True)
+    assert all(one < other for one, other in zip(closed, opened, strict=True)), "what is under way reads some of it"
+    assert lent or closed == (0, 0)
+    assert all(half._owners[0].channel.is_open for half in halves), "nor is the source told that it may let go"
+    assert all(whole() is not None for whole in joined)
+    for device in slow:
+        device.done = float("inf")
+    async with asyncio.timeout(PATIENCE_S):
+        for path in paths:
+            await path.settled()
+    gc.collect()
+    await until(lambda: all(half.handles[0] == half.handles[1] for half in halves))
+    assert all(whole() is None for whole in joined)
+    await until(lambda: not any(half._owners[0].channel.is_open for half in halves))
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+
+
+async def test_a_copy_out_of_the_ring_keeps_it_mapped(bed, monkeypatch):
+    one, paths = await bed("staged", "exposed", lent=True)
+    (source,) = one.sources
+    slow = [SLOW.SlowDevice(free=False) for _ in one.targets]
+    for device, target in zip(slow, one.targets.values(), strict=True):
+        runtime = target.half._runtime
+
+        def copy(pairs, copy=runtime.copy, device=device):
+            copy(pairs)
+            event = device.event()
+            event.record(None)
+            return event
+
+        monkeypatch.setattr(runtime, "copy", copy)
+    source.fill(1)
+    for path in paths:
+        await path.begin("push", 30)
+    receiving = [asyncio.create_task(path.receive_all(1, lambda: None)) for path in paths]
+    sending = asyncio.create_task(source.push("push"))
+    await until(lambda: all(device.recorded for device in slow))
+    await given_up(receiving)
+    halves = [target.half for target in one.targets.values()]
+    for half in halves:
+        await half.close(0.05)
+    gc.collect()
+    assert all(half.handles[1] < half.handles[0] for half in halves)
+    for device in slow:
+        device.done = float("inf")
+    await until(lambda: all(half.handles[0] == half.handles[1] for half in halves))
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
 
 
 async def test_mapped_cannot_be_had(bed):

@@ -7,6 +7,7 @@ What CUDA itself does with it, the tests marked ``cuda`` show.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import weakref
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from syncline.engine.device_wiring import DeviceRig, Shares
 from syncline.scheduler.layout import Box, Buffer, Manifest, Piece, Tensor
 from syncline.scheduler.plan import PlanOptions, build_plan
 from syncline.stages import device_recipes
@@ -202,11 +204,11 @@ class Rank:
         base = device.empty(capacity + 256)
         start = -base.data_ptr() % 256
         self.memory = TaskMemory(BufferPool(base[start : start + capacity]), {})
-        self.workers, self.scope, watch = Workers(2), TaskScope(), Watch()
+        self.workers, self.scope, self.watch = Workers(2), TaskScope(), Watch()
         shared = {"recipes": self.recipes, "memory": self.memory, "workers": self.workers, "scope": self.scope}
         self.pinned = BufferPool(device.pinned(pool_nbytes(self.recipes)))
-        self.h2d = DeviceH2DStage(**shared, lane=Lane(device, watch), pool=self.pinned)
-        self.prepare = DevicePrepareStage(**shared, lane=Lane(device, watch), communicator=None, verify=True)
+        self.h2d = DeviceH2DStage(**shared, lane=Lane(device, self.watch), pool=self.pinned)
+        self.prepare = DevicePrepareStage(**shared, lane=Lane(device, self.watch), communicator=None, verify=True)
 
     def begin(self, push):
         self.h2d.begin(push)
@@ -359,6 +361,58 @@ async def test_launches_that_fail_are_waited_for_like_others():
     with pytest.raises(RuntimeError, match="out of memory"):
         await asyncio.wait_for(work, PATIENCE_S)
     rank.close()
+
+
+@pytest.mark.parametrize("stage", ["h2d", "prepare"])
+async def test_memory_is_held_when_whoever_waits_for_the_device_is_gone(stage):
+    """The owner of the coroutines is closed, which cancels them: what the device works on stays until its end."""
+    manifests, target, memories = world(1, host=("q.weight",))
+    device = SlowDevice(free=stage == "prepare")
+    rank = Rank(make_plan(manifests, target, stage_host=True), manifests[0], memories[0], device)
+    first = next(index for index, recipe in rank.recipes.items() if recipe.uploads)
+    rank.begin(1)
+    up = rank.h2d.start(first)
+    await until(lambda: device.recorded == 1)
+    if stage == "prepare":
+        await asyncio.wait_for(up, PATIENCE_S)
+        device.done = 0
+        rank.prepare.start(first)
+        await until(lambda: device.recorded == 2)
+    held = weakref.ref(rank.recipes[first].kernels)
+    pinned = rank.pinned.in_use
+    assert not await rank.scope.join(0.0)
+    ended = rank.watch.close()
+    watch, pool = rank.watch, rank.pinned
+    rank.close()
+    del rank, up
+    gc.collect()
+    assert held() is not None
+    assert pool.in_use == pinned
+    assert not ended.done
+    device.done = float("inf")
+    await asyncio.wait_for(ended, PATIENCE_S)
+    assert pool.in_use == 0
+    del watch
+    gc.collect()
+    assert held() is None
+
+
+async def test_page_locked_memory_is_let_go_of_when_the_device_has_read_it():
+    device = SlowDevice(free=False)
+    locks, watch = PageLocks(device), Watch()
+    memory = torch.zeros(WORTH_NBYTES, dtype=torch.uint8)
+    assert locks.lock(memory)
+    rig = DeviceRig(
+        device=device, recipes={}, locks=locks, shares=Shares(private=0, ring=0), pinned=device.pinned(0), watch=watch
+    )
+    reading = Lane(device, watch).done(memory)
+    await rig.close(0.0)
+    assert device.registered
+    assert not reading.done
+    device.done = float("inf")
+    await asyncio.wait_for(rig.close(), PATIENCE_S)
+    assert reading.done
+    assert not device.registered
 
 
 async def test_large_segments_are_lent_and_digested_where_they_lie(monkeypatch):
