@@ -29,6 +29,7 @@ from .world import Disturbance, ScenarioError, Terms, World
 
 _RING_BUCKETS = 8
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 1e-6, 60.0
+_MOST_TMP = 2**50
 _MOST_TASKS = 200_000
 """Of a plan. A simulation makes some ten thousand a second, for each rank that has to do with one."""
 _NEAR = 3
@@ -138,8 +139,8 @@ class Scenario:
         offloaded: the source's weights are in host memory (on accelerators).
 
     Raises:
-        ScenarioError: a straggler is no rank of the source, or the hardware has no such landing, or a poll takes no time at all
-            or minutes.
+        ScenarioError: a straggler is no rank of the source, or the hardware has no such landing, or a knob is out of the
+            range that can be simulated.
     """
 
     plans: Plans
@@ -158,6 +159,8 @@ class Scenario:
                 f"landing 'mapped' needs memory that processes of one host share, and {self.hardware.name!r} is a cluster of "
                 "accelerators: choose hardware of one host, such as cpu-2, or landing 'staged' or 'streamed'"
             )
+        if self.config.watermark > _MOST_TMP:
+            raise ScenarioError(f"max_tmp_bytes is {self.config.watermark}, above {_MOST_TMP} ({size(_MOST_TMP)})")
         if not _SHORTEST_POLL_S <= self.config.poll_interval_s <= _LONGEST_POLL_S:
             raise ScenarioError(
                 f"poll_interval_s is {self.config.poll_interval_s:g}; it is simulated from {_SHORTEST_POLL_S:g} to "
