@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from syncline.adapters.engines import ModuleLoader
 from syncline.adapters.trainers import FSDPSource, ModuleSource
+from syncline.bench.outputs import check_outputs
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
 from syncline.engine.errors import ConfigError
 from syncline.engine.trace import Trace, merged_json
@@ -88,6 +89,7 @@ class Part(msgspec.Struct, kw_only=True):
 
 def main(args: TraceArgs) -> int:
     """Entry point of the command line."""
+    check_outputs(args.out)
     if args.merge:
         args.out.write_text(merged_json([Trace.load(path) for path in args.merge]))
         print(f"{len(args.merge)} traces merged into {args.out}")
@@ -108,24 +110,36 @@ async def record(args: TraceArgs) -> None:
         processes: list[asyncio.subprocess.Process] = []
         try:
             for part in parts:
-                processes.append(await _start(part))
+                if part.role == "source" and part.rank == 0:  # an engine does not wait for targets that are not there yet
+                    await asyncio.gather(*(listening(process) for process in processes))
+                processes.append(await start(part))
             async with asyncio.timeout(_PATIENCE_S):
                 said = await asyncio.gather(*(_ended(process) for process in processes[args.targets :]))
         finally:
-            await asyncio.gather(*(_end(process) for process in processes))
+            await asyncio.gather(*(end(process) for process in processes))
         failed = [text for code, text in said if code != 0]
         if failed:
             raise ConfigError([f"a rank of the recording failed:\n{text[-3000:]}" for text in failed])
 
 
-async def _start(part: Part) -> asyncio.subprocess.Process:
+async def start(part: Part) -> asyncio.subprocess.Process:
+    """A process of a recording. A target's says on its standard output when it is `listening`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "syncline.bench.tracing.record",
-        stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE if part.role == "source" else None,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE if part.role == "target" else None,
+        stderr=asyncio.subprocess.PIPE if part.role == "source" else None,
     )  # fmt: skip
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(part, enc_hook=str) + b"\n")
     return process
+
+
+async def listening(target: asyncio.subprocess.Process) -> None:
+    """Wait until a target may be connected to. Raises `ConfigError` if its process ends before that."""
+    assert target.stdout is not None
+    async with asyncio.timeout(_PATIENCE_S):
+        if not await target.stdout.readline():
+            raise ConfigError(["a target of the recording ended before it could be connected to; its output says why"])
 
 
 async def _ended(process: asyncio.subprocess.Process) -> tuple[int, str]:
@@ -134,7 +148,8 @@ async def _ended(process: asyncio.subprocess.Process) -> tuple[int, str]:
     return await process.wait(), said.decode(errors="replace")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end(process: asyncio.subprocess.Process) -> None:
+    """End a process of a recording."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -156,6 +171,7 @@ async def serve(part: Part) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     loader = ModuleLoader(model_of(part.args), movable=part.args.landing == "mapped")
     async with Receiver(loader, part.address(part.rank)):
+        print("listening", flush=True)
         await stop.wait()
 
 
