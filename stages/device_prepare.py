@@ -56,7 +56,7 @@ class DevicePrepareStage(PrepareStage):
         self._tasks = {index: recipe.task for index, recipe in recipes.items()}
         self._device_recipes = recipes
         self._lane = lane
-        self._digest_rows = HostDigests(lane.device)
+        self._digest_rows = HostDigests(lane)
 
     def start(self, task: int) -> Completion:
         recipe = self._device_recipes[task]

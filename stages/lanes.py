@@ -71,10 +71,12 @@ class Lane:
 
 
 class HostDigest:
-    """Where one digest is added up on the device, and where it comes to on the host."""
+    """Where one digest is added up on the device, and where it comes to on the host. Made within `Lane.run`.
+
+    Memory is allocated on the lane's stream, for what was freed on another may be in use there still.
+    """
 
     def __init__(self, device: Device) -> None:
-        # not zeros: they would be written on another stream, perhaps after the first use here
         self._there = torch.empty(LIMBS, dtype=torch.int64, device=device.device)
         self._here = device.pinned(LIMBS * 8).view(torch.int64)
 
@@ -93,15 +95,18 @@ class HostDigest:
 
 
 class HostDigests:
-    """Digests in use and free ones. `take` from any one thread at a time; made when more are needed than ever before."""
+    """Digests of a lane, in use and free ones. From any thread; made when more are needed than ever before."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
         self._free: list[HostDigest] = []
 
     def take(self) -> HostDigest:
         """One that nobody uses. May allocate: on a worker."""
-        return self._free.pop() if self._free else HostDigest(self._device)
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._lane.run(HostDigest, self._lane.device)
 
     def give_back(self, digest: HostDigest) -> None:
         """Only when the device is done with it."""
