@@ -6,7 +6,10 @@ Nothing here needs a GPU to be imported; `CudaIpc` needs one to be made.
 from __future__ import annotations
 
 import ctypes
+import threading
 import uuid
+import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +21,30 @@ from .ipc import HANDLE_NBYTES, EventHandle, MemoryHandle
 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+_STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking
+_NOT_READY = 600  # cudaErrorNotReady
 _ALIGN = 256
 
 
-def loaded_library(name: str) -> str | None:
-    """The path of the shared library that this process has loaded under a name that begins so, or None."""
+def loaded_library(name: str, prefer: str = "") -> str | None:
+    """The path of the shared library that this process has loaded under a name that begins so, or None.
+
+    If several are loaded, that whose name begins with ``prefer``.
+    """
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     paths = (line.split(maxsplit=5)[-1] for line in lines if f"/{name}" in line)
-    return next((path for path in paths if Path(path).name.startswith(name)), None)
+    found = [path for path in paths if Path(path).name.startswith(name)]
+    return next((path for path in found if Path(path).name.startswith(prefer)), found[0] if found else None)
+
+
+def load_runtime() -> Any:
+    """``libcudart`` as torch uses it, or None if torch was built against a static one."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    path = loaded_library("libcudart", f"libcudart.so.{major}")
+    return None if path is None else ctypes.CDLL(path)
 
 
 def needs_cuda(what: str) -> None:
@@ -49,12 +65,13 @@ class Cudart:
 
     def __init__(self) -> None:
         torch.cuda.init()
-        path = loaded_library("libcudart")
-        if path is None:
+        self._runtime: Any = load_runtime()
+        if self._runtime is None:
             raise TransportError("libcudart is not loaded: torch was built against a static one, which cannot be called")
-        self._runtime: Any = ctypes.CDLL(path)
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
         self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        self._runtime.cudaStreamCreateWithFlags.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]
+        self._runtime.cudaStreamQuery.argtypes = [ctypes.c_void_p]
         self._runtime.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(ctypes.c_void_p), _MemHandle, ctypes.c_uint]
         self._runtime.cudaIpcGetMemHandle.argtypes = [ctypes.POINTER(_MemHandle), ctypes.c_void_p]
         self._runtime.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
@@ -89,10 +106,72 @@ class Cudart:
     def close_memory(self, address: int) -> None:
         self._check(self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address)), "close memory of another process")
 
+    def make_stream(self) -> int:
+        """A stream of the current device that does not wait for the default one: its ``cudaStream_t``."""
+        stream = ctypes.c_void_p()
+        self._check(self._runtime.cudaStreamCreateWithFlags(ctypes.byref(stream), _STREAM_NON_BLOCKING), "make a stream")
+        return int(stream.value or 0)
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether the device has done everything that the stream was given."""
+        code = self._runtime.cudaStreamQuery(ctypes.c_void_p(stream))
+        if code != _NOT_READY:
+            self._check(code, "ask for a stream")
+        return not code
+
     def _check(self, code: int, what: str) -> None:
         if code:
             self._runtime.cudaGetLastError()  # not sticky: it must not surface in the next call of torch
             raise TransportError(f"CUDA could not {what}: {self._runtime.cudaGetErrorString(code).decode()} ({code})")
+
+
+class OwnStreams:
+    """Streams that nothing else of this process is given. From any thread.
+
+    torch deals its own streams out of 32 in turn: two users get the same one, and a receive that stalls holds up a trainer's
+    side stream. A stream here that nobody holds any more is used again, and not destroyed: what torch's allocator keeps of
+    memory that was freed on a stream can only be used on it.
+
+    Args:
+        cudart: makes them.
+
+    Attributes:
+        made: streams that exist.
+    """
+
+    def __init__(self, cudart: Cudart) -> None:
+        self._cudart = cudart
+        self._lock = threading.Lock()
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self.made = 0
+
+    def take(self, device: torch.device) -> torch.cuda.Stream:
+        """A stream of ``device`` (with an index) that does not wait for the default stream, and that nobody else is given until
+        the last reference to it is gone. `TransportError` if none can be made.
+        """
+        free = self._free[device.index]
+        with torch.cuda.device(device), self._lock:
+            handle = next((one for one in free if self._cudart.is_idle(one)), None)  # not one on which work hangs
+            if handle is None:
+                handle = self._cudart.make_stream()
+                self.made += 1
+            else:
+                free.remove(handle)
+        stream = torch.cuda.ExternalStream(handle, device=device)
+        weakref.finalize(stream, free.append, handle).atexit = False
+        return stream
+
+
+_lock = threading.Lock()
+_streams: list[OwnStreams] = []
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """See `OwnStreams.take`: of this process's."""
+    with _lock:
+        if not _streams:
+            _streams.append(OwnStreams(Cudart()))
+    return _streams[0].take(device)
 
 
 class _Span:
@@ -133,7 +212,7 @@ class CudaIpc:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.uuid = device_uuid(self.device)
         self._cudart = Cudart()
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = own_stream(self.device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         with torch.cuda.device(self.device):

@@ -7,14 +7,13 @@ is tested, without a GPU. Nothing here waits for a device.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
 
-from .cudart import loaded_library
+from .cudart import load_runtime, own_stream
 from .errors import TransportError
 
 
@@ -37,7 +36,7 @@ class Device(Protocol):
     def device(self) -> torch.device: ...
 
     def stream(self) -> Any:
-        """A new stream."""
+        """A stream that nothing else is given."""
         ...
 
     def current_stream(self) -> Any:
@@ -53,7 +52,7 @@ class Device(Protocol):
         ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Device memory (1-d uint8), aligned to 256 bytes."""
+        """Device memory (1-d uint8), aligned to 256 bytes, for use on any stream: whatever used it before is done."""
         ...
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -85,11 +84,10 @@ class CudaDevice:
             raise TransportError(f"{device} is not a CUDA device that this process can use")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._runtime: Any = torch.cuda.cudart()
-        path = loaded_library("libcudart")
-        self._library: Any = None if path is None else ctypes.CDLL(path)
+        self._library: Any = load_runtime()
 
     def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        return own_stream(self.device)
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -104,7 +102,11 @@ class CudaDevice:
             return cast("Event", torch.cuda.Event())
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with torch.cuda.device(self.device):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # what was freed on this thread's stream may be in use there still: other streams have no order to that
+            torch.cuda.current_stream().synchronize()
+        return memory
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         with torch.cuda.device(self.device):

@@ -14,6 +14,7 @@ import torch
 
 from syncline.scheduler.programs import TargetTask
 
+from .cudart import own_stream
 from .errors import TransportError
 from .issuing import Event
 from .kernels.assemble import BucketKernels, read_digest
@@ -37,7 +38,7 @@ class LandingStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._stream = own_stream(device) if self._cuda else None
         self._free_rows: list[torch.Tensor] = []
 
     def launch(self, work: Callable[[torch.Tensor], None], read: Callable[[torch.Tensor], int], used: object) -> Launched:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .cudart import loaded_library, needs_cuda
+from .cudart import loaded_library, needs_cuda, own_stream
 from .errors import TransportError
 from .issuing import Message
 
@@ -90,7 +90,7 @@ class CudaNccl:
         handle, config = ctypes.c_void_p(), _Config.non_blocking()
         identity = _UniqueId.from_buffer_copy(unique_id)
         with torch.cuda.device(self.device):
-            stream = torch.cuda.Stream(self.device)
+            stream = own_stream(self.device)
             code = self._nccl.ncclCommInitRankConfig(
                 ctypes.byref(handle), ctypes.c_int(size), identity, ctypes.c_int(rank), ctypes.byref(config)
             )
