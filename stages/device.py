@@ -7,6 +7,8 @@ is tested, without a GPU. Nothing here waits for a device.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
@@ -15,6 +17,9 @@ import torch
 
 from .cudart import load_runtime, own_stream
 from .errors import TransportError
+
+_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
+_READ_ONLY_SUPPORTED = 113  # cudaDevAttrHostRegisterReadOnlySupported
 
 
 class Event(Protocol):
@@ -63,8 +68,10 @@ class Device(Protocol):
         """Whether host memory is page-locked already."""
         ...
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory where it is. `TransportError` if that cannot be done."""
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
+        """Page-lock host memory where it is; ``read_only``: memory that cannot be written. `TransportError` if that cannot be
+        done.
+        """
         ...
 
     def unregister(self, address: int) -> None:
@@ -115,9 +122,21 @@ class CudaDevice:
     def is_pinned(self, memory: torch.Tensor) -> bool:
         return memory.is_pinned()
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
+        if read_only and not self._reads_read_only:
+            raise TransportError(f"{self.device} cannot page-lock memory that is read-only")
         with torch.cuda.device(self.device):
-            self._check(self._runtime.cudaHostRegister(address, nbytes, 0), f"page-lock {nbytes} bytes of host memory")
+            code = self._runtime.cudaHostRegister(address, nbytes, _REGISTER_READ_ONLY if read_only else 0)
+            self._check(code, f"page-lock {nbytes} bytes of host memory")
+
+    @functools.cached_property
+    def _reads_read_only(self) -> bool:
+        """Whether the device offers page-locking of memory that it may only read."""
+        value = ctypes.c_int()
+        ask = None if self._library is None else self._library.cudaDeviceGetAttribute
+        if ask is None or ask(ctypes.byref(value), ctypes.c_int(_READ_ONLY_SUPPORTED), ctypes.c_int(self.device.index)):
+            return False
+        return bool(value.value)
 
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self.device):

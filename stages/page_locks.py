@@ -7,11 +7,13 @@ works in pages, and not for all memory. What cannot be locked, or is too small t
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_left, insort
 
 import torch
 
 from .device import Device
 from .errors import TransportError
+from .mappings import Locking, Mappings
 
 WORTH_NBYTES = 1 << 20
 """Storages smaller than this are not locked: pages are shared with what lies beside them, and a copy costs less."""
@@ -19,6 +21,9 @@ WORTH_NBYTES = 1 << 20
 
 class PageLocks:
     """Storages of host tensors that are page-locked in place. Off the loop: locking runs at 19 GB/s.
+
+    Made when the tensors are there: what backs their memory is looked up once. Memory that can only be read is locked where the
+    device offers that; a private writable mapping of a file is not locked at all.
 
     A storage is locked once, however many tensors lie in it and however often it is asked for, and kept alive until it is
     let go of: so a lock never outlives the memory that it is on.
@@ -31,6 +36,8 @@ class PageLocks:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._held: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._pages: list[tuple[int, int]] = []  # first and last page of each, in order: no two of them overlap
+        self._mappings: Mappings | None = None
         self.locked_nbytes = 0
         self.refused: dict[int, str] = {}
 
@@ -45,25 +52,31 @@ class PageLocks:
         if nbytes < WORTH_NBYTES or address in self.refused or self._overlaps(address, nbytes):
             return False
         try:
-            self._device.register(address, nbytes)
+            self._register(address, nbytes)
         except TransportError as error:
             self.refused[address] = str(error)
             return False
         self._held[address] = (nbytes, storage)
+        insort(self._pages, _pages(address, nbytes))
         self.locked_nbytes += nbytes
         return True
 
+    def _register(self, address: int, nbytes: int) -> None:
+        self._mappings = self._mappings or Mappings()
+        locking = self._mappings.locking(address, nbytes)
+        if locking is Locking.NOT:
+            raise TransportError(f"{nbytes} bytes at {address:#x} are a private writable mapping of a file: not page-locked")
+        self._device.register(address, nbytes, read_only=locking is Locking.READ_ONLY)
+
     def _overlaps(self, address: int, nbytes: int) -> bool:
         """Whether some page of this memory is locked already as part of other memory: it cannot be locked twice."""
-        first, last = address // mmap.PAGESIZE, (address + nbytes - 1) // mmap.PAGESIZE
-        return any(
-            held // mmap.PAGESIZE <= last and (held + size - 1) // mmap.PAGESIZE >= first
-            for held, (size, _) in self._held.items()
-        )
+        first, last = _pages(address, nbytes)
+        after = bisect_left(self._pages, (last + 1, 0))  # the first that begins beyond
+        return after > 0 and self._pages[after - 1][1] >= first
 
     def close(self) -> list[str]:
         """Let go of everything; what could not be let go of, in words."""
-        held, self._held = self._held, {}
+        held, self._held, self._pages = self._held, {}, []
         self.locked_nbytes = 0
         problems = []
         for address in held:
@@ -72,3 +85,8 @@ class PageLocks:
             except TransportError as error:
                 problems.append(str(error))
         return problems
+
+
+def _pages(address: int, nbytes: int) -> tuple[int, int]:
+    """The first and the last page of a range."""
+    return address // mmap.PAGESIZE, (address + nbytes - 1) // mmap.PAGESIZE

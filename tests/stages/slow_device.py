@@ -33,7 +33,7 @@ class SlowDevice:
     def __init__(self, *, free=True):
         self.recorded, self.asked = 0, 0
         self.done = float("inf") if free else 0
-        self.registered, self.log, self.refuses = {}, [], False
+        self.registered, self.log, self.read_only, self.refuses = {}, [], [], False
 
     def stream(self):
         return object()
@@ -56,12 +56,13 @@ class SlowDevice:
     def is_pinned(self, memory):
         return False
 
-    def register(self, address, nbytes):
+    def register(self, address, nbytes, *, read_only):
         if self.refuses:
             raise TransportError("not this memory")
         assert all(address + nbytes <= a or a + n <= address for a, n in self.registered.items()), "registered twice"
         self.registered[address] = nbytes
         self.log.append(nbytes)
+        self.read_only += [nbytes] * read_only
 
     def unregister(self, address):
         if self.registered.pop(address, None) is None:
