@@ -113,6 +113,10 @@ class LandingPath(Protocol):
         """Of all buckets of a push."""
         ...
 
+    async def linked(self) -> None:
+        """The links stand: build what can be built before a push comes."""
+        ...
+
     async def begin(self, push_id: str, timeout_s: float) -> None:
         """Get ready to receive a push."""
         ...
@@ -165,6 +169,9 @@ class PathBase:
     @property
     def nbytes(self) -> int:
         return sum(task.nbytes for task in self._route.program.tasks)
+
+    async def linked(self) -> None:
+        """Nothing to build here."""
 
     async def begin(self, push_id: str, timeout_s: float) -> None:
         self._starved_s = 0.0

@@ -6,6 +6,7 @@ the source's own storage, not from a bucket. ``mapped`` is not possible: nothing
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec
@@ -68,7 +69,7 @@ def make_device_path(landing: Landing, route: Route, buffers: Buffers, stream: L
     raise PlanError(["landing 'mapped' needs shared memory; weights on a GPU take 'staged' or 'streamed'"])
 
 
-class _OnDevice(PathBase):
+class _OnDevice(PathBase, ABC):
     """What the modes share on a device."""
 
     def __init__(self, route: Route, buffers: Buffers, stream: LandingStream) -> None:
@@ -76,6 +77,14 @@ class _OnDevice(PathBase):
         self._stream = stream
         self._watch = Watch()
         self._ways = {task.index: _ways(task, buffers, stream) for task in route.program.tasks}
+
+    async def linked(self) -> None:
+        """Build and compile all launches: the first push must not wait for a compiler."""
+        await self._submit(self._prepare)
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """On a worker."""
 
     async def close(self) -> None:
         self._ways.clear()  # launches know addresses in the source's memory, which stays open as long as they do
@@ -143,6 +152,14 @@ class StreamedOnDevice(_OnDevice):
         self._begun = True
         await self._route.loader.call(self._begin, version)
 
+    def _prepare(self) -> None:
+        for task in self._route.program.tasks:
+            ways = self._ways[task.index]
+            if ways.copies is not None:
+                ways.copies.prepare(self._lent(task), verify=self._route.verify)
+            if ways.digest is not None and self._route.verify:
+                ways.digest.prepare()
+
     def _take(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
         ways, lent = self._ways[task.index], self._lent(task)
         if ways.installed is None:
@@ -196,6 +213,14 @@ class StagedOnDevice(_OnDevice):
 
     async def commit(self, version: int) -> None:
         await self._loaded(self._copy_and_install, version)
+
+    def _prepare(self) -> None:
+        for ways in self._ways.values():
+            if ways.copies is not None:
+                ways.copies.prepare({}, verify=False)
+        if self._route.verify:
+            for digest in self._digests.values():
+                digest.prepare()
 
     def _keep(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
         self._buckets[task.index] = bucket

@@ -54,7 +54,6 @@ class Link:
 
 def transports(bind_host: str) -> HalfFactory:
     """The transports that syncline has. ``bind_host``: address that gloo's connections bind to."""
-    issuers: dict[torch.device, Issuer] = {}  # one thread makes all NCCL calls of a device
 
     def make(kind: str, program: TargetProgram, landing: Landing, workers: Workers) -> ReceivingHalf:
         if kind == "shm":
@@ -65,12 +64,21 @@ def transports(bind_host: str) -> HalfFactory:
             return CudaIpcHalf(program=program, landing=landing, runtime=CudaIpc(torch.device("cuda")), workers=workers)
         if kind == "nccl":
             runtime = CudaNccl(torch.device("cuda"))
-            issuer = issuers.setdefault(runtime.device, Issuer(runtime))
-            network = NcclNetwork(issuer, runtime.device)
+            network = NcclNetwork(_issuer(runtime), runtime.device)
             return TwoSidedHalf(network=network, program=program, landing=landing, workers=workers)
         raise ProtocolError(f"transport {kind!r} is not known here; it is one of shm, gloo, cuda_ipc, nccl")
 
     return make
+
+
+_issuers: dict[torch.device, Issuer] = {}
+
+
+def _issuer(runtime: CudaNccl) -> Issuer:
+    """One thread makes all NCCL calls of a device, whatever receivers this process has."""
+    if runtime.device not in _issuers:
+        _issuers[runtime.device] = Issuer(runtime)
+    return _issuers[runtime.device]
 
 
 async def make_link(
@@ -101,6 +109,7 @@ async def make_link(
     descriptors = {int(owner): descriptor for owner, descriptor in links.descriptors.items()}
     try:
         await half.link(descriptors, timeout_s=request.timeout_s)
+        await path.linked()
     except BaseException:
         await close_path(path)
         raise

@@ -104,7 +104,7 @@ class LandingStream:
 class DeviceCopies:
     """The copies of one task on a receiver: from its bucket into the receiver's own tensors on a device.
 
-    Launches are built when they are first needed: what is lent is known only when links stand.
+    Launches are built by `prepare`, when links stand: only then is known what is lent.
 
     Args:
         task: a task of the receiver's program.
@@ -120,6 +120,10 @@ class DeviceCopies:
         self._names = {landing.segment.offset: landing.segment.name for landing in task.landings}
         self._stream = stream
         self._kernels: dict[bool, LandingKernels] = {}
+
+    def prepare(self, lent: Lent, *, verify: bool) -> None:
+        """Build and compile what `run_and_digest` (``verify``) or `run` launches. Takes seconds: on a worker, before a push."""
+        self._built(lent, verify=verify)
 
     def run(self, bucket: torch.Tensor, lent: Lent) -> Launched:
         """Copy every segment to all its places. ``lent`` is the same each time."""
@@ -165,11 +169,15 @@ class DeviceDigest:
         self._stream = stream
         self._kernels: BucketKernels | None = None
 
-    def run(self, bucket: torch.Tensor) -> Launched:
-        """Digest a whole bucket."""
+    def prepare(self) -> BucketKernels:
+        """Build and compile what `run` launches. Takes seconds: on a worker, before a push."""
         if self._kernels is None:
             self._kernels = BucketKernels(self._parts, self._stream.device)
-        kernels = self._kernels
+        return self._kernels
+
+    def run(self, bucket: torch.Tensor) -> Launched:
+        """Digest a whole bucket."""
+        kernels = self.prepare()
         return self._stream.launch(
             lambda limbs: kernels.run(bucket, None, limbs[0]), lambda limbs: read_digest(limbs[0]), (bucket, kernels)
         )
