@@ -6,6 +6,9 @@ Nothing here needs NCCL or a GPU to be imported; `CudaNccl` needs both to be mad
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +17,8 @@ import torch
 from .cudart import loaded_library, needs_cuda, own_stream
 from .errors import TransportError
 from .issuing import Message
+
+log = logging.getLogger("syncline.stages")
 
 UNIQUE_ID_NBYTES = 128
 
@@ -70,6 +75,7 @@ class CudaNccl:
 
     def __init__(self, device: torch.device) -> None:
         needs_cuda("transport 'nccl'")
+        warn_of_one_connection()
         if device.type != "cuda":
             raise TransportError(f"transport 'nccl' moves device memory, and was given {device}; choose 'gloo' or 'auto'")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -133,6 +139,17 @@ class CudaNccl:
         last = b"" if communicator is None else self._nccl.ncclGetLastError(communicator.handle) or b""
         detail = f": {last.decode(errors='replace').strip()}" if last else ""
         raise TransportError(f"NCCL could not {what}: {said} ({code}){detail}")
+
+
+@functools.cache
+def warn_of_one_connection() -> None:
+    """Say once that all streams of this process share one hardware queue, where they do."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        log.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue: NCCL transfers of weights and kernels of "
+            "training wait for each other, and a peer that stalls holds up both until the push's deadline. Unset it if your "
+            "training does not need it (see docs/trainers.md)"
+        )
 
 
 def _library() -> Any:

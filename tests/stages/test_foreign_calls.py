@@ -267,6 +267,19 @@ def test_nccl_is_given_whole_addresses_counts_and_streams(communicators):
     ]
 
 
+@pytest.mark.parametrize(("value", "warns"), [("1", True), ("8", False), (None, False)])
+def test_one_hardware_queue_for_all_streams_is_told_once(communicators, monkeypatch, caplog, value, warns):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    nccl.warn_of_one_connection.cache_clear()
+    monkeypatch.setattr(nccl, "_library", lambda: communicators[1])
+    for _ in range(2):
+        nccl.CudaNccl(torch.device("cuda", 0))
+    assert caplog.text.count("one hardware queue") == warns
+    nccl.warn_of_one_connection.cache_clear()
+
+
 def test_of_several_libraries_the_one_that_torch_uses_is_taken(monkeypatch):
     lines = [
         "7f00-7f01 r-xp 00000000 08:01 1 /opt/a/libcudart.so.11.8",
