@@ -29,7 +29,9 @@ from .measure.rows import Kind, Row, Skipped, line, whole_config
 from .outputs import check_outputs
 
 SLACK_BYTES = 64 << 20
-"""Temporary device memory that a push may have beyond its watermark: tables of launches, and what allocators round up."""
+"""Temporary device memory that a push may have beyond its watermark: what allocators round up, and tables of launches. Those grow
+with the bytes that are pushed, about 0.09 % of them: 14 MiB for 16 GB.
+"""
 
 _COLUMNS = 8_192
 _TENSORS = 80
@@ -48,6 +50,8 @@ class GpuArgs:
     """Append the rows to this file, too."""
     device: str = "cuda"
     """``cpu`` runs the same without a GPU, in small: for tests of this command. Its figures say nothing."""
+    strict: bool = False
+    """Exit code 1 also where a ratio that was asked for is not met."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +98,16 @@ class Bench:
         big = self._setup(self.args.nbytes)
         d2d = self._floors[D2D] / 2  # bytes copied: each is read and written
         plain = self._config("cuda_ipc")
+        large = {**plain, "max_tmp_bytes": 4 << 30, "bucket_bytes": 1 << 30}  # what a task costs in Python counts little
         async with gpu_bed(replace(big, place="padded")) as bed:
-            yield await self._push(bed, "bf16 through buckets, digests", plain, Ask(of=D2D, at_least=0.33), d2d)
+            yield await self._push(bed, "bf16 through buckets, digests", large, Ask(of=D2D, at_least=0.33), d2d)
             async for row in self._watermarks(bed):
                 yield row
-            yield await self._push(bed, "bf16 through buckets, staged", {**plain, "landing": "staged"}, Ask(of=D2D), d2d)
+            yield await self._push(bed, "bf16 through buckets, staged", {**large, "landing": "staged"}, Ask(of=D2D), d2d)
         async with gpu_bed(big) as bed:
-            bare = {**plain, "verify": False}
+            bare = {**large, "verify": False}
             yield await self._push(bed, "bf16 straight from its storage", bare, Ask(of=D2D, at_least=0.8), d2d)
-            yield await self._push(bed, "bf16 straight from its storage, digests", plain, Ask(of=D2D), d2d)
+            yield await self._push(bed, "bf16 straight from its storage, digests", large, Ask(of=D2D), d2d)
         async with gpu_bed(replace(big, place="pinned", fp8=True)) as bed:
             name = "offloaded bf16, pinned, to FP8, digests"
             asked = Ask(of=H2D, at_least=0.92)
@@ -185,7 +190,7 @@ class Bench:
         return GpuSetup(device=self.args.device, tensors=_TENSORS, rows=rows, columns=_COLUMNS)
 
     def _config(self, transport: str) -> dict[str, Any]:
-        """At least 64 tasks, four of them within the watermark."""
+        """At least 64 tasks, four of them within the watermark: enough to tell how well stages overlap."""
         return {
             "transport": transport, "landing": "streamed", "max_tmp_bytes": 1 << 30, "bucket_bytes": 200 << 20,
             "prepare_concurrency": 2, "send_concurrency": 3, "workers": 4, "push_timeout_s": 60.0,
@@ -239,7 +244,10 @@ def table(rows: Sequence[Row | Skipped]) -> Iterator[str]:
 
 
 def main(args: GpuArgs) -> int:
-    """Exit code: 0 if every result is right, 1 if one is wrong or a row failed, 2 without a GPU. Ratios are only told."""
+    """Exit code: 0 if every result is right, 1 if one is wrong or a row failed, 2 without a GPU.
+
+    Ratios are only told, unless ``strict``: then one that is not as asked is a 1, too.
+    """
     check_outputs(args.out)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         build = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
@@ -255,4 +263,10 @@ def main(args: GpuArgs) -> int:
     print(f"\n{where}, torch {torch.__version__}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     for text in table(bench.rows):
         print(text, file=sys.stderr)
-    return 0 if all(isinstance(row, Row) and row.integrity is not False for row in bench.rows) else 1
+    return 0 if all(_passes(row, strict=args.strict) for row in bench.rows) else 1
+
+
+def _passes(row: Row | Skipped, *, strict: bool) -> bool:
+    if not isinstance(row, Row) or row.integrity is False:
+        return False
+    return not (strict and row.figures.get("met") is False)

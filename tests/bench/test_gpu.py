@@ -94,6 +94,18 @@ def test_rows_say_what_was_asked_and_whether_it_is_met(capsys):
     assert all(isinstance(row, Row) for row in bench.rows[:-1])
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_strict_makes_a_ratio_that_is_not_met_an_error(monkeypatch, capsys, strict):
+    async def run(bench):
+        for timed in floors(CPU, SIZES):
+            bench._floors[timed.name] = 1e9
+        bench._add(bench._timed("work", next(iter(kernels(CPU, SIZES))), Ask(of="device to device", at_least=math.inf)))
+
+    monkeypatch.setattr(Bench, "run", run)
+    assert main(["bench", "gpu", "--device", "cpu", *(["--strict"] if strict else [])]) == int(strict)
+    assert "NOT" in capsys.readouterr().err
+
+
 def test_asked_ratios():
     assert Ask(of="x", at_least=0.6).met(0.6)
     assert not Ask(of="x", at_least=0.6).met(0.59)
