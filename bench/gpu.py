@@ -29,8 +29,8 @@ from .measure.rows import Kind, Row, Skipped, line, whole_config
 from .outputs import check_outputs
 
 SLACK_BYTES = 64 << 20
-"""Temporary device memory that a push may have beyond its watermark: what allocators round up, and tables of launches. Those grow
-with the bytes that are pushed, about 0.09 % of them: 14 MiB for 16 GB.
+"""Temporary device memory that a push may have beyond its watermark: what allocators round up, and tables of launches. Those
+grow with the bytes that are pushed, about 0.09 % of them: 14 MiB for 16 GB.
 """
 
 _COLUMNS = 8_192

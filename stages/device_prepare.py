@@ -74,7 +74,9 @@ class DevicePrepareStage(PrepareStage):
         for _, arrival in post_receives(gather, task, holding, bucket):
             await failures.ended(arrival)
         failures.check()
-        digest = await self._workers.submit(self._digest_rows.take)
+        digest = self._digest_rows.spare()
+        if digest is None:
+            digest = await self._workers.submit(self._digest_rows.make)
         launched = self._workers.submit(self._lane.run, self._launch, recipe, bucket, holding, digest)
         await self._lane.after(launched, (recipe, bucket, holding, digest))
         if push == self._push:

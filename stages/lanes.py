@@ -101,12 +101,16 @@ class HostDigests:
         self._lane = lane
         self._free: list[HostDigest] = []
 
-    def take(self) -> HostDigest:
-        """One that nobody uses. May allocate: on a worker."""
+    def spare(self) -> HostDigest | None:
+        """One that nobody uses, if there is one."""
         try:
             return self._free.pop()
         except IndexError:
-            return self._lane.run(HostDigest, self._lane.device)
+            return None
+
+    def make(self) -> HostDigest:
+        """A new one. Allocates: on a worker."""
+        return self._lane.run(HostDigest, self._lane.device)
 
     def give_back(self, digest: HostDigest) -> None:
         """Only when the device is done with it."""

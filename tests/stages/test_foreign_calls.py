@@ -203,10 +203,12 @@ async def test_memory_of_a_lane_is_allocated_on_its_stream(monkeypatch):
     monkeypatch.setattr(torch, "empty", noted)
     lane = Lane(OneStream(), Watch())
     digests = HostDigests(lane)
-    digest = digests.take()
+    assert digests.spare() is None
+    digest = digests.make()
     assert allocated == [lane.stream]
     digests.give_back(digest)
-    assert digests.take() is digest
+    assert digests.spare() is digest
+    assert digests.spare() is None
 
 
 @pytest.fixture
