@@ -7,7 +7,10 @@ Facts about gloo that shape this module (torch 2.11 to 2.13):
 - point-to-point work says that it is completed only after ``wait()``: one thread waits, first in first out;
 - a wait that times out closes the connection to that peer, and every other operation with it fails at once. That is the
   only way to abort work: `close` uses it (a receive that nobody answers, with a timeout of a millisecond);
-- so after any error a communicator is of no use. It is closed and another one is made, under another name.
+- so after any error a communicator is of no use. It is closed and another one is made, under another name;
+- gloo loses a send whose peer dies at the moment at which gloo's own thread begins to write it: its ``wait`` returns at its
+  deadline only, whatever is closed meanwhile. Once connections are closed nothing touches memory any more, so `abort` tells
+  those who wait for such an operation that it has failed, and leaves the thread to its wait.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ __all__ = ["Communicator", "PointToPoint", "Rendezvous", "unique_name"]
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
 _CUT_AGAIN_S = 0.05
+_LOST_AFTER = 10
+"""Cuts after which an operation that still has not ended is one that gloo has lost: the others end with the first."""
 
 
 def unique_name(what: str) -> str:
@@ -88,6 +93,7 @@ class Communicator:
         self._broken = threading.Event()
         self._to_post: SimpleQueue[_Operation | None] = SimpleQueue()
         self._to_wait: SimpleQueue[tuple[_Operation, list[Any], RuntimeError | None] | None] = SimpleQueue()
+        self._under_way: dict[int, _Operation] = {}
         self._closing: Signal[None] | None = None
         self._poster = threading.Thread(target=self._post, name="syncline-gloo-post", daemon=True)
         self._waiter = threading.Thread(target=self._wait, name="syncline-gloo-wait", daemon=True)
@@ -177,7 +183,9 @@ class Communicator:
         if not self.usable:
             signal.fail(TransportError("the communicator is closed, or an operation on it has failed; connect again"))
         else:
-            self._to_post.put(_Operation(sends, tensors, peer, tag, self._until, signal))
+            operation = _Operation(sends, tensors, peer, tag, self._until, signal)
+            self._under_way[id(operation)] = operation
+            self._to_post.put(operation)
         return signal
 
     def _post(self) -> None:
@@ -198,6 +206,7 @@ class Communicator:
         self._to_wait.put(None)
 
     def _wait(self) -> None:
+        group = self._group  # outlives a wait that nobody waits for any more
         while (entry := self._to_wait.get()) is not None:
             operation, works, error = entry
             for work in reversed(works):  # they end in order: when the last has, no other has to be slept for
@@ -210,7 +219,9 @@ class Communicator:
                 operation.signal.set_threadsafe()
             else:
                 operation.signal.fail_threadsafe(TransportError(f"{operation}: {gloo_text(error)}"))
+            self._under_way.pop(id(operation), None)
             del entry, operation, works, error
+        del group
 
     def _break(self) -> None:
         if not self._broken.is_set():
@@ -227,13 +238,23 @@ class Communicator:
     def _tear_down(self) -> None:
         self._broken.set()
         self._to_post.put(None)
+        left, cuts = -1, 0
         while self._group is not None and (self._poster.is_alive() or self._waiter.is_alive()):
             self._cut_all()  # again and again: an operation may be posted just after a cut
             self._poster.join(_CUT_AGAIN_S)
             self._waiter.join(_CUT_AGAIN_S)
+            left, cuts = len(self._under_way), cuts + 1 if left == len(self._under_way) else 0
+            if cuts == _LOST_AFTER and not self._poster.is_alive():
+                self._give_up()
+                break
         self._group = None
         self._rendezvous = None
         atexit.unregister(self._tear_down)
+
+    def _give_up(self) -> None:
+        """Gloo has lost what is still under way."""
+        for operation in list(self._under_way.values()):
+            operation.signal.fail_threadsafe(TransportError(f"{operation}: its connection is closed"))
 
 
 def _options(bind_host: str, timeout_s: float) -> Any:

@@ -183,6 +183,39 @@ async def test_making_and_closing_leaves_nothing(rendezvous):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("syncline-gloo")]
 
 
+class LosesSends:
+    """A group of gloo's that loses sends, as gloo does when a peer dies as it begins to write: nothing ends their wait."""
+
+    def __init__(self, group):
+        self._group = group
+        self.found = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def send(self, tensors, peer, tag):
+        return self
+
+    def wait(self, timeout):
+        self.found.wait(timeout.total_seconds())
+        raise RuntimeError("timed out")
+
+
+async def test_an_operation_that_gloo_has_lost_fails_when_the_communicator_is_closed(rendezvous):
+    a, b = await pair(rendezvous)
+    a._group = lost = LosesSends(a._group)
+    a.set_deadline(3600)
+    signals = [a.send(noise(10), 1, 1), a.recv(torch.empty(5, dtype=torch.uint8), 1, 2), a.send(noise(10), 1, 3)]
+    async with asyncio.timeout(30):
+        await a.abort()
+        for signal in signals:
+            with pytest.raises(TransportError):
+                await signal
+    await b.close()
+    lost.found.set()
+    assert not await settled(lambda: [t.name for t in threading.enumerate() if t.name.startswith("syncline-gloo")])
+
+
 async def settled(ask):
     """The answer once it stays the same: gloo's own threads take a moment to end."""
     last = None
