@@ -25,6 +25,7 @@ from torch import nn
 from syncline.engine.errors import ClosedError
 from syncline.engine.gate import Gate
 from syncline.engine.messages import InFlight
+from syncline.stages.device_marks import DeviceMarks
 
 from .answers import Generation, Signal
 from .batch import Batch, LogitsJob
@@ -91,7 +92,7 @@ class GenerationEngine:
         self.max_length = min(longest, max_length or 4096)
         runner = ModelRunner(model, max_rows=max_batch, max_length=self.max_length)
         self._vocab, self._max_batch, self._max_waiting, self._timeout_s = runner.vocab, max_batch, max_waiting, timeout_s
-        self._gate = Gate(version=version)
+        self._gate = Gate(version=version, mark=DeviceMarks())  # a pass is over when the device has done it
         self._version = version
         self._signal = Signal()
         self._batch = Batch(runner, self._gate, eos=_eos_of(model) if eos_ids is None else eos_ids, signal=self._signal)
