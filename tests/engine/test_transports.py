@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
+from syncline.engine import linking
 from syncline.engine.config import TransferConfig
 from syncline.engine.errors import ConfigError, PlanError, TransportError
 from syncline.engine.transports import IN_PLACE, LENDING, Senders, transport_kinds
@@ -78,3 +81,11 @@ def test_senders_are_what_their_kinds_are_said_to_be():
     kinds = {"shm": ShmSender, "gloo": GlooSender, "cuda_ipc": CudaIpcSender, "nccl": TwoSidedSender}
     assert {kind for kind, sender in kinds.items() if sender.in_place} == IN_PLACE
     assert {kind for kind, sender in kinds.items() if sender.lends} == LENDING
+
+
+def test_receivers_of_a_process_share_the_thread_that_makes_a_devices_nccl_calls(monkeypatch):
+    monkeypatch.setattr(linking, "_issuers", {})
+    runtimes = [types.SimpleNamespace(device=torch.device("cuda", index)) for index in (0, 0, 1)]
+    issuers = [linking._issuer(runtime) for runtime in runtimes]
+    assert issuers[0] is issuers[1]
+    assert issuers[2] is not issuers[0]
