@@ -255,6 +255,10 @@ class Leader:
         """The source that asks is the one that linked, and it is still there: nobody else would end what it begins.
 
         A process that was stopped and goes on finds calls of a source that has given it up long ago.
+
+        Raises:
+            PlanError: the links are another source's by now. A source that is there plans and links anew, in the same push.
+            ProtocolError: the source is not there.
         """
         named = request.source_incarnation
         watches = not self._source_left and (
@@ -263,7 +267,7 @@ class Leader:
         newest = self._linked
         if newest is None or named not in ("", newest.source_incarnation):
             other = "another source" if newest is None else f"another source ({newest.source_incarnation})"
-            raise ProtocolError(f"{other} has linked with this target since; connect again")
+            raise _stale(f"{other} has linked with this target since")
         if self._source_left or newest is not link or not watches:
             raise ProtocolError("the source does not watch this target, as one that is there does; connect again")
 
@@ -425,6 +429,11 @@ class Leader:
                 if not future.done():
                     future.set_exception(TargetLost("the receiver was closed"))
         await self._roster.close()
+
+
+def _stale(why: str) -> PlanError:
+    """What a source planned for stands no more."""
+    return PlanError([f"{why}; push again: a push links anew by itself"])
 
 
 async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, None]], timeout_s: float) -> None:

@@ -15,7 +15,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -55,6 +55,7 @@ from .transports import relaying, transport_kinds
 from .wiring import Wiring
 
 T = TypeVar("T")
+Call = Literal["connect", "push"]
 
 _STEP_MARGIN_S = 2.0
 """How much longer than the push other ranks wait for rank 0's last decision: it speaks first, and says more."""
@@ -99,7 +100,7 @@ class Session:
                 self._rendezvous = await asyncio.to_thread(host)
             self._coordinator = Coordinator(self.targets, config, self._rendezvous.endpoint if self._rendezvous else "")
         self._until = time.monotonic() + config.connect_timeout_s
-        await self._guarded(self._open(None))
+        await self._guarded(self._open(None), "connect")
 
     async def push(self, version: int, on_source_free: Callable[[], None], *, flush_cache: bool = False) -> PushReport:
         """One push of ``version``."""
@@ -113,7 +114,7 @@ class Session:
         self._caused.clear()
         self._until = time.monotonic() + self.config.push_timeout_s
         self._coordination_or_raise().forget(self._is_past)
-        report = await self._guarded(self._push(version, on_source_free))
+        report = await self._guarded(self._push(version, on_source_free), "push")
         assert report is not None
         return report
 
@@ -331,12 +332,12 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------- failing together
 
-    async def _guarded(self, work: Awaitable[T]) -> T:
+    async def _guarded(self, work: Awaitable[T], what: Call) -> T:
         """Run ``work``; if it fails here, every rank and every target is told, and the error comes out typed."""
         try:
             return await work
         except BaseException as raised:
-            error = await self._cause_of(raised)
+            error = await self._cause_of(raised, what)
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_STEP_MARGIN_S * 2):
                     await self._spread(error)
@@ -346,7 +347,7 @@ class Session:
                 raise
             raise error from raised
 
-    async def _cause_of(self, raised: BaseException) -> SynclineError:
+    async def _cause_of(self, raised: BaseException, what: Call) -> SynclineError:
         """Why this rank failed: what another rank failed with, if all that is known here is that a link to it broke."""
         if isinstance(raised.cause if isinstance(raised, StageFailure) else raised, TransportError):
             with contextlib.suppress(TimeoutError):
@@ -354,7 +355,7 @@ class Session:
                     await self._caused.wait()
             if self._cause is not None:
                 return self._cause
-        return _typed(raised, self.config)
+        return _typed(raised, what, self.config)
 
     async def _spread(self, error: SynclineError) -> None:
         coordination = self._coordination_or_raise()
@@ -494,18 +495,20 @@ def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest],
     return plan, sources, targets
 
 
-def _typed(error: BaseException, config: TransferConfig) -> SynclineError:
-    """The engine's name for what pure code or a stage raised."""
+def _typed(error: BaseException, what: Call, config: TransferConfig) -> SynclineError:
+    """The engine's name for what pure code or a stage raised while ``what`` was under way."""
     if isinstance(error, StageFailure):
         if isinstance(error.cause, PushError):
             return error.cause
         return StageError(str(error))
     if isinstance(error, (DeadlineExceeded, TimeoutError)):
-        return PushTimeout(f"the push did not end within push_timeout_s = {config.push_timeout_s:g} s: {error}")
+        knob, limit_s = f"{what}_timeout_s", config.connect_timeout_s if what == "connect" else config.push_timeout_s
+        why = str(error) or "a step of it was still under way"
+        return PushTimeout(f"the {what} did not end within {knob} = {limit_s:g} s: {why}")
     if isinstance(error, AllTargetsLost):
         return error_from_wire("TargetLost", str(error))
     if isinstance(error, (PushCancelled, asyncio.CancelledError)):
-        return PushError("the push was cancelled")
+        return PushError(f"the {what} was cancelled")
     if isinstance(error, SynclineError):
         return error
     return PushError(f"{type(error).__name__}: {error}")

@@ -23,6 +23,9 @@ _MOST_PATIENCE_S = 10.0
 """A target whose process shows no sign of life for so long is lost; sooner if ``target_timeout_s`` is shorter."""
 _BEATS = 5
 _LOOK_AGAIN_S = 0.05
+_HEAD_START = 0.95
+"""Of the time that whoever asks waits, a target gets so much to answer: an error from here names it. Its `Target.locate`, which
+knows still more, should take less."""
 
 
 class LeaderAddress(NamedTuple):
@@ -153,10 +156,10 @@ class TargetHandle:
             wait: until all ranks of the target have joined its leader.
 
         Raises:
-            TargetUnreachable: there is no answer, or ranks are missing.
-            TimeoutError: there is no answer within ``timeout_s``.
+            TargetUnreachable: there is no answer within ``timeout_s``, or ranks are missing.
         """
         status: Status | None = None
+        timeout_s *= _HEAD_START
         try:
             async with asyncio.timeout(timeout_s):
                 await self._locate()
@@ -166,7 +169,10 @@ class TargetHandle:
                     await asyncio.sleep(_LOOK_AGAIN_S)
         except TimeoutError:
             if status is None or status.ready:
-                raise
+                what = "status" if status is None else "manifest"
+                raise TargetUnreachable(
+                    f"target {self.address} gave no {what} within {timeout_s:.3g} s; is it up and not stopped?"
+                ) from None
             raise self._not_ready(status) from None
         self.status = status
         return status

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from syncline.adapters.trainers.module import ModuleSource
 from syncline.engine import RemoteTarget, TransferConfig, TransferEngine
-from syncline.engine.errors import ProtocolError, PushError, SynclineError, TargetLost, VersionConflict
+from syncline.engine.errors import PlanError, ProtocolError, PushError, SynclineError, TargetLost, VersionConflict
 from syncline.engine.report import TargetReport
 from syncline.stages.completions import Signal
 
@@ -138,7 +138,7 @@ class Update:
                 continue
             (target,) = report.targets.values()
             # Another source has linked with the target since, or it has restarted: the next attempt links anew.
-            if target.ok or last or not isinstance(target.error, (ProtocolError, TargetLost)):
+            if target.ok or last or not isinstance(target.error, (PlanError, ProtocolError, TargetLost)):
                 return target
         raise AssertionError("unreachable")
 

@@ -101,12 +101,12 @@ class VLLMTarget:
             TargetUnreachable: no server is there, or its receivers did not start in time.
             ProtocolError, ConfigError: it is there and cannot be a target; says why.
         """
-        timeout_s = config.connect_timeout_s
+        timeout_s = 0.9 * config.connect_timeout_s  # whoever asks waits no longer than all of it, and knows less
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._locate(config, timeout_s)
         except TimeoutError:
-            raise TargetUnreachable(f"the receivers of {self.address} did not start within {timeout_s:g} s") from None
+            raise TargetUnreachable(f"the receivers of {self.address} did not start within {timeout_s:.3g} s") from None
 
     async def _locate(self, config: TransferConfig, timeout_s: float) -> LeaderAddress:
         front = await self._reach(timeout_s)

@@ -1,0 +1,84 @@
+"""What a source is told when it cannot connect, or a deadline passes; and several sources of one target."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from torch import nn
+
+from syncline.adapters.engines import ModuleLoader, SGLangTarget, VLLMTarget
+from syncline.adapters.trainers import ModuleSource
+from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
+from syncline.engine.errors import PushTimeout, TargetUnreachable
+from syncline.engine.session import _typed
+from syncline.scheduler.errors import DeadlineExceeded
+
+TARGETS = {
+    "receiver": lambda port: RemoteTarget(f"tcp://127.0.0.1:{port}"),
+    "vllm": lambda port: VLLMTarget(f"http://127.0.0.1:{port}"),
+    "sglang": lambda port: SGLangTarget(f"http://127.0.0.1:{port}"),
+}
+
+
+def engine_of(model, target, **knobs):
+    config = TransferConfig(trace=False, push_timeout_s=20, **knobs)
+    return TransferEngine(source=ModuleSource(model, world_size=1), targets=[target], config=config)
+
+
+@pytest.fixture
+async def silent():
+    """The port of a server that accepts and never answers."""
+
+    async def accept(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+            while await reader.read(65536):
+                pass
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+async def test_a_server_that_never_answers_is_named(silent, kind):
+    target = TARGETS[kind](silent)
+    engine = engine_of(nn.Linear(2, 2), target, connect_timeout_s=1.0)
+    with pytest.raises(TargetUnreachable, match="within") as caught:
+        await engine.connect()
+    assert target.address in str(caught.value)
+    assert "push" not in str(caught.value)
+    await engine.close()
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), DeadlineExceeded("3 tasks are left"), DeadlineExceeded("")])
+@pytest.mark.parametrize(("what", "limit"), [("connect", "connect_timeout_s = 3 s"), ("push", "push_timeout_s = 7 s")])
+def test_a_deadline_names_its_own_knob_and_a_reason(error, what, limit):
+    found = _typed(error, what, TransferConfig(connect_timeout_s=3.0, push_timeout_s=7.0))
+    assert isinstance(found, PushTimeout)
+    said, _, reason = str(found).partition(": ")
+    assert said == f"the {what} did not end within {limit}"
+    assert reason.strip()
+    assert str(error) in reason
+
+
+async def test_sources_of_one_target_push_in_turn(run_dir):
+    """Whoever finds that another one has linked since links anew, within its push."""
+    models = [nn.Linear(4, 3) for _ in range(3)]
+    receiver = Receiver(ModuleLoader(models[0]), f"unix:{run_dir}/t.sock")
+    await receiver.start()
+    one, two = (engine_of(model, RemoteTarget(receiver.address)) for model in models[1:])
+    await one.connect()
+    await two.connect()
+    for version, (engine, model) in enumerate(zip([one, two, two, one], [*models[1:], models[2], models[1]], strict=True), 1):
+        nn.init.normal_(model.weight)
+        report = await engine.push(version)
+        assert report.ok, str(report)
+        assert models[0].weight.equal(model.weight)
+    await one.close()
+    await two.close()
+    await receiver.close()
