@@ -29,7 +29,9 @@ knows still more, should take less."""
 
 
 class LeaderAddress(NamedTuple):
-    """Where the leader rank of a target listens, and the secret that it shares; None takes the config's."""
+    """Where the leader rank of a target listens, and the secret that it shares. None: it has none, as a unix socket that only
+    this user reaches needs none; a target whose leader takes the config's says so itself.
+    """
 
     address: str
     secret: str | None = None
@@ -89,8 +91,8 @@ class RemoteTarget:
         return (f"target {self.address!r} is beyond loopback and no secret is set; set the target's or the config's",)
 
     async def locate(self, config: TransferConfig) -> LeaderAddress:
-        """Its own address."""
-        return LeaderAddress(self.address, self.secret)
+        """Its own address, and its own secret or the config's."""
+        return LeaderAddress(self.address, self.secret or config.secret)
 
     async def close(self) -> None:
         """Nothing was started."""
@@ -139,7 +141,7 @@ class TargetHandle:
         patience_s = min(self._config.target_timeout, _MOST_PATIENCE_S)
         self._client = ControlClient(
             leader.address,
-            secret=leader.secret or self._config.secret,
+            secret=leader.secret,
             timeout_s=self._config.connect_timeout_s,
             heartbeat_s=patience_s / _BEATS,
             patience_s=patience_s,

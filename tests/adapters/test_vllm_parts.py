@@ -273,7 +273,7 @@ async def test_the_server_starts_its_receivers_and_they_say_where_they_are() -> 
     recorder = Recorder("0.32.0", world_size=2)
     async with recorder as url:
         target = VLLMTarget(url)
-        located = asyncio.create_task(target.locate(TransferConfig(connect_timeout_s=10)))
+        located = asyncio.create_task(target.locate(TransferConfig(connect_timeout_s=10, secret="the config's")))
         async with asyncio.timeout(10):
             while "init_weight_transfer_engine" not in recorder.paths:
                 await asyncio.sleep(0.01)
@@ -285,7 +285,7 @@ async def test_the_server_starts_its_receivers_and_they_say_where_they_are() -> 
         await asyncio.sleep(0.05)
         assert not located.done()  # until every rank is there
         meeting.say(1, "unix:/tmp/other", "")
-        assert (await located).address == "unix:/tmp/leader"
+        assert await located == ("unix:/tmp/leader", None)  # only this user reaches it: it shares no secret with anybody
         assert not Path(info.rendezvous).exists()  # noqa: ASYNC240
 
         located = asyncio.create_task(target.locate(TransferConfig(connect_timeout_s=10)))

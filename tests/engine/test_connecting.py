@@ -13,6 +13,7 @@ from syncline.adapters.trainers import ModuleSource
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
 from syncline.engine.errors import PushTimeout, TargetUnreachable
 from syncline.engine.session import _typed
+from syncline.engine.targets import LeaderAddress
 from syncline.scheduler.errors import DeadlineExceeded
 
 TARGETS = {
@@ -53,6 +54,41 @@ async def test_a_server_that_never_answers_is_named(silent, kind):
     assert target.address in str(caught.value)
     assert "push" not in str(caught.value)
     await engine.close()
+
+
+class Engine:
+    """A target whose leader has the secret that it says, whatever the config's."""
+
+    def __init__(self, receiver, secret):
+        self.address, self._secret = receiver.address, secret
+
+    def problems(self, config):
+        return ()
+
+    async def locate(self, config):
+        return LeaderAddress(self.address, self._secret)
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize("config", [None, "the config's"])
+@pytest.mark.parametrize("leader", [None, "its own"])
+async def test_the_secret_is_the_one_that_the_target_says(run_dir, leader, config):
+    receiver = Receiver(ModuleLoader(nn.Linear(4, 3)), f"unix:{run_dir}/t.sock", secret=leader)
+    await receiver.start()
+    async with engine_of(nn.Linear(4, 3), Engine(receiver, leader), secret=config) as engine:
+        assert (await engine.push(1)).ok
+    await receiver.close()
+
+
+@pytest.mark.parametrize(("own", "config"), [(None, "s"), ("s", None), ("s", "t")])
+async def test_a_receiver_by_its_address_shares_the_targets_secret_or_else_the_configs(run_dir, own, config):
+    receiver = Receiver(ModuleLoader(nn.Linear(4, 3)), f"unix:{run_dir}/t.sock", secret="s")
+    await receiver.start()
+    async with engine_of(nn.Linear(4, 3), RemoteTarget(receiver.address, own), secret=config) as engine:
+        assert (await engine.push(1)).ok
+    await receiver.close()
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), DeadlineExceeded("3 tasks are left"), DeadlineExceeded("")])

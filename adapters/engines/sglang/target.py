@@ -80,7 +80,7 @@ class SGLangTarget:
     async def _locate(self, config: TransferConfig) -> LeaderAddress:
         if self._standin is not None:
             await self._standin.attach()
-            return LeaderAddress(self._standin.address)
+            return LeaderAddress(self._standin.address, config.secret)
         self._folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="syncline-")  # 0700
         standin = SGLangReceiver(
             self._url,
@@ -95,7 +95,7 @@ class SGLangTarget:
             await self._remove_folder()
             raise
         self._standin = standin
-        return LeaderAddress(standin.address)
+        return LeaderAddress(standin.address, config.secret)
 
     async def close(self) -> None:
         """End the stand-in. The server goes on with what it serves."""
