@@ -15,7 +15,10 @@ from syncline.engine.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StatusArgs:
-    """Ask targets what they are and which version they serve. Exit code 0 only if all are COMMITTED on the same version."""
+    """Ask targets what they are and which version they serve.
+
+    Exit code 0 only if all are COMMITTED on the same version; weights that no push has brought are none.
+    """
 
     addresses: tyro.conf.Positional[tuple[str, ...]]
     """Control addresses (unix:/path, tcp://host:port) and URLs of servers: syncline serve, vLLM, SGLang."""
@@ -52,7 +55,7 @@ def verdict(found: list[TargetState]) -> str:
         return f"all {len(found)} serve version {version}" if len(found) > 1 else f"serves version {version}"
     silent = [target for target in found if not target.serves]
     if silent:
-        return f"{len(silent)} of {len(found)} serve nothing that is whole and known"
+        return f"{len(silent)} of {len(found)} serve no whole version that was pushed"
     if any(target.version is None for target in found):
         return "not all say which version they serve"
     return "they serve different versions: " + ", ".join(sorted({str(target.version) for target in found}))

@@ -36,7 +36,7 @@ from syncline.engine.errors import AuthError, ConfigError, SynclineError
 from .unfinished import UNFINISHED
 
 Kind = Literal["syncline", "syncline serve", "vllm", "sglang", "unknown"]
-FleetState = Literal["COMMITTED", "UPDATING", "FENCED", "PAUSED", "UNREACHABLE"]
+FleetState = Literal["COMMITTED", "UPDATING", "FENCED", "PAUSED", "UNPUSHED", "UNREACHABLE"]
 
 _PROBES = ("/status", "/weight_info", "/is_paused", "/model_info", "/ready")
 _MOST_BYTES = 2**20
@@ -51,7 +51,8 @@ class TargetState:
         address: as it was asked for.
         kind: what answered; ``unknown`` if nothing did, or nothing that we know.
         state: ``COMMITTED`` (serves `version`), ``UPDATING``, ``FENCED``, ``PAUSED`` (an engine that serves nothing now and
-            does not say why), or ``UNREACHABLE``.
+            does not say why), ``UNPUSHED`` (it answers with weights that no push has brought: its version is no number, such
+            as ``default``), or ``UNREACHABLE``.
         version: a number where it is one; text as the engine says it where it is none; None if it is not known.
         message: why, where that is known.
         seconds: until it had answered.
@@ -68,7 +69,7 @@ class TargetState:
 
     @property
     def serves(self) -> bool:
-        """It answers requests, with `version`."""
+        """It answers requests, with `version`, which a push has brought."""
         return self.state == "COMMITTED"
 
 
@@ -86,10 +87,11 @@ async def states(addresses: Sequence[str], *, secret: str | None = None, timeout
         return list(await asyncio.gather(*(_state(address, session, secret, timeout_s) for address in addresses)))
 
 
-def common_version(found: Iterable[TargetState]) -> int | str | None:
+def common_version(found: Iterable[TargetState]) -> int | None:
     """The version that all of them serve; None unless all are ``COMMITTED`` on one and the same."""
     versions = {state.version if state.serves else None for state in found}
-    return versions.pop() if len(versions) == 1 else None
+    version = versions.pop() if len(versions) == 1 else None
+    return version if isinstance(version, int) else None
 
 
 def _check(address: str) -> None:
@@ -181,13 +183,15 @@ def _read(answers: Mapping[str, tuple[int, dict[str, Any]]]) -> _Said:
         if (unfinished := _unfinished(weights.get("weight_version"))) is not None:
             return "vllm", unfinished[0], None, unfinished[1], weights | paused
         version = _number(weights.get("weight_version"))
-        why = "" if "weight_version" in weights else "this release of vLLM does not say which weights it has"
-        return "vllm", "PAUSED" if paused.get("is_paused") else "COMMITTED", version, why, weights | paused
+        if version is None:
+            why = "this release of vLLM does not say which weights it has"
+            return "vllm", "PAUSED" if paused.get("is_paused") else "COMMITTED", None, why, weights | paused
+        return "vllm", *_serving(version, paused=bool(paused.get("is_paused"))), weights | paused
     if "weight_version" in model:
         said = model["weight_version"]
         if (unfinished := _unfinished(said)) is not None:
             return "sglang", unfinished[0], None, unfinished[1], model
-        return "sglang", "PAUSED" if ready == 503 else "COMMITTED", _number(said), "", model
+        return "sglang", *_serving(_number(said), paused=ready == 503), model
     return "unknown", "UNREACHABLE", None, _NO_STATUS, {}
 
 
@@ -199,6 +203,13 @@ def _unfinished(said: object) -> tuple[FleetState, str] | None:
     if text == UNFINISHED:
         return "FENCED", "its weights are no whole version; it serves again once a push has committed"
     return "UPDATING", "an update is being written, or who wrote it has died"
+
+
+def _serving(version: int | str | None, *, paused: bool) -> tuple[FleetState, int | str | None, str]:
+    """State, version and message of an engine with whole weights. Pushes name them by number; any other name is its own."""
+    if isinstance(version, int):
+        return "PAUSED" if paused else "COMMITTED", version, ""
+    return "PAUSED" if paused else "UNPUSHED", version, "it holds the weights that it was started with; no push has committed"
 
 
 def _number(said: object) -> int | str | None:

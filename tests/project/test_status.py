@@ -74,8 +74,8 @@ async def test_several_targets_in_one_call(serve: Any, capsys: pytest.CaptureFix
     ("fields", "says"),
     [
         ({"version": 8}, "they serve different versions: 7, 8"),
-        ({"state": "FENCED"}, "1 of 2 serve nothing that is whole and known"),
-        ({"state": "UPDATING"}, "1 of 2 serve nothing that is whole and known"),
+        ({"state": "FENCED"}, "1 of 2 serve no whole version that was pushed"),
+        ({"state": "UPDATING"}, "1 of 2 serve no whole version that was pushed"),
     ],
 )
 async def test_one_that_differs_is_not_a_success(

@@ -93,11 +93,13 @@ SGLANG = {"/model_info": (200, {"weight_version": "3"}), "/ready": (200, {})}
     [
         (VLLM, "vllm", "COMMITTED", 3),
         (VLLM | {"/is_paused": (200, {"is_paused": True})}, "vllm", "PAUSED", 3),
-        (VLLM | {"/weight_info": (200, {"weight_version": "default"})}, "vllm", "COMMITTED", "default"),
+        (VLLM | {"/weight_info": (200, {"weight_version": "default"})}, "vllm", "UNPUSHED", "default"),
         ({"/is_paused": (200, {"is_paused": False})}, "vllm", "COMMITTED", None),
         (VLLM | {"/weight_info": (200, {"weight_version": "syncline-unfinished"})}, "vllm", "FENCED", None),
         (VLLM | {"/weight_info": (200, {"weight_version": "syncline-unfinished@update"})}, "vllm", "UPDATING", None),
         (SGLANG, "sglang", "COMMITTED", 3),
+        (SGLANG | {"/model_info": (200, {"weight_version": "default"})}, "sglang", "UNPUSHED", "default"),
+        (SGLANG | {"/model_info": (200, {"weight_version": "v3"})}, "sglang", "UNPUSHED", "v3"),
         (SGLANG | {"/ready": (503, {})}, "sglang", "PAUSED", 3),
         ({"/model_info": SGLANG["/model_info"]}, "sglang", "COMMITTED", 3),
         (SGLANG | {"/model_info": (200, {"weight_version": "syncline-unfinished"})}, "sglang", "FENCED", None),
@@ -109,6 +111,15 @@ SGLANG = {"/model_info": (200, {"weight_version": "3"}), "/ready": (200, {})}
 async def test_servers_by_what_they_answer(answering, answers, kind, state, version):
     (found,) = await states([await answering(answers)])
     assert (found.kind, found.state, found.version) == (kind, state, version)
+
+
+async def test_weights_that_nobody_pushed_are_no_version_in_common(answering):
+    unpushed = VLLM | {"/weight_info": (200, {"weight_version": "default"})}
+    found = await states([await answering(unpushed), await answering(unpushed)])
+    assert [(one.state, one.serves) for one in found] == [("UNPUSHED", False)] * 2
+    assert all("no push has committed" in one.message for one in found)
+    assert common_version(found) is None
+    assert common_version(found[:1]) is None
 
 
 async def test_all_are_asked_at_once_and_the_silent_ones_end_by_the_deadline(generation):
