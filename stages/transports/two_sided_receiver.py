@@ -84,7 +84,7 @@ class TwoSidedHalf:
             await self._allocate()
             async with asyncio.TaskGroup() as meeting:
                 for rank, descriptor in descriptors.items():
-                    meeting.create_task(self._meet(rank, descriptor, timeout_s))
+                    meeting.create_task(self._meet(rank, descriptor, timeout_s, meeting))
         except* TransportError as errors:
             await self.close()
             raise TransportError("; ".join(str(error) for error in errors.exceptions)) from errors
@@ -198,7 +198,7 @@ class TwoSidedHalf:
         else:
             self._free = [await self._workers.submit(touched, self._program.bucket_nbytes) for _ in range(self._window)]
 
-    async def _meet(self, rank: int, descriptor: bytes, timeout_s: float) -> None:
+    async def _meet(self, rank: int, descriptor: bytes, timeout_s: float, meeting: asyncio.TaskGroup) -> None:
         offer = decode_offer(descriptor, TwoSidedOffer, rank)
         if offer.kind != self._network.kind:
             raise TransportError(f"source rank {rank} offers {offer.kind}, this receiver was set up for {self._network.kind}")
@@ -215,24 +215,20 @@ class TwoSidedHalf:
         until = asyncio.get_running_loop().time() + timeout_s
         join = partial(Rendezvous.join, offer.endpoint, timeout_s=timeout_s)
         rendezvous = await call_in_thread(join, name="syncline-rendezvous")
-        meet = partial(
-            self._network.meet, rendezvous, timeout_s=max(0.001, until - asyncio.get_running_loop().time())
+        left = max(0.001, until - asyncio.get_running_loop().time())
+        meet = partial(self._network.meet, rendezvous, timeout_s=left)
+        if me.rank in offer.relays:
+            meeting.create_task(self._meet_relays(rank, offer, meet))
+        self._communicators[rank] = await meet(
+            name=offer.name, label=f"source-{rank} to {me.rank} of {offer.name}", rank=1 + offer.members.index(me.rank),
+            size=1 + len(offer.members), one_way=True,
         )  # fmt: skip
-        async with asyncio.TaskGroup() as meeting:
-            with_source = meeting.create_task(
-                meet(
-                    name=offer.name, label=f"source-{rank}", rank=1 + offer.members.index(me.rank),
-                    size=1 + len(offer.members), one_way=True,
-                )
-            )  # fmt: skip
-            if me.rank in offer.relays:
-                meeting.create_task(self._meet_relays(rank, offer, meet))
-            self._communicators[rank] = await with_source
 
     async def _meet_relays(self, owner: int, offer: TwoSidedOffer, meet: Callable[..., Awaitable[Linked]]) -> None:
+        me = self._program.receiver.rank
         communicator = await meet(
-            name=f"{offer.name}-relay", label=f"source-{owner}-relay", rank=offer.relays.index(self._program.receiver.rank),
-            size=len(offer.relays), one_way=False,
+            name=f"{offer.name}-relay", label=f"source-{owner} by way of {me} of {offer.name}",
+            rank=offer.relays.index(me), size=len(offer.relays), one_way=False,
         )  # fmt: skip
         self._relays[owner] = Relay(communicator, offer.relays)
 

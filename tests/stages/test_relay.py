@@ -199,3 +199,16 @@ async def test_one_send_that_fails_fails_the_whole():
     wire.signals[2].fail(TransportError("gone"))
     with pytest.raises(TransportError, match="gone"):
         await sent
+
+
+@pytest.mark.parametrize("landing", ["streamed", "staged"])
+async def test_receivers_of_one_process_share_an_issuer(world, monkeypatch, landing):
+    one = await world(
+        connect=False, seed=11, transport="nccl", landing=landing, sources=2, targets=[2, 2], shapes=WHOLE, apart=True
+    )
+    shared = one.peer.Issuer(one.peer.nccl_runtime(one.spec))
+    monkeypatch.setattr(one.peer, "Issuer", lambda runtime: shared)
+    await one.connect()
+    for version in (1, 2, 3):
+        await one.push(version)
+        check(one, version)

@@ -79,7 +79,7 @@ def sleep_during_updates() -> None:
     def asleep(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method == "update_weights":
             for answers in getattr(core.model_executor, "response_mqs", ()):
-                condition = getattr(answers, "_spin_condition", None)
+                condition: Any = getattr(answers, "_spin_condition", None)
                 if hasattr(condition, "last_read"):
                     condition.last_read = float("-inf")  # its last message is long ago: it waits to be woken
         return call(core, method, *args, **kwargs)
