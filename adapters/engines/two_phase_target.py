@@ -19,7 +19,6 @@ import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 
@@ -37,6 +36,7 @@ from syncline.stages.workers import Workers
 from .checkpoint_manifest import CheckpointTensors, checkpoint_tensors
 from .two_phase_client import TwoPhaseClient
 from .update_group import Backend
+from .urls import problem_of, without_userinfo
 
 T = TypeVar("T")
 
@@ -87,23 +87,23 @@ class TwoPhaseTarget:
     @property
     def address(self) -> str:
         """The server's URL."""
-        return self._url
+        return without_userinfo(self._url)
 
     def problems(self, config: TransferConfig) -> Sequence[str]:
         """What is wrong with how it is described."""
-        parts = urlsplit(self._url)
-        problems = []
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            problems.append(f"target {self._url!r} is not http://host:port")
+        wrong = problem_of(self._url, prefix=True)
+        problems = [] if wrong is None else [f"target {wrong}"]
         if self._members < 1:
-            problems.append(f"target {self._url!r}: members is {self._members}; the server has one rank in the group at least")
+            problems.append(
+                f"target {self.address!r}: members is {self._members}; the server has one rank or more in the group"
+            )
         if not 0 < self._timeout_s < float("inf"):
-            problems.append(f"target {self._url!r}: timeout_s is {self._timeout_s!r}; it must be a finite number above 0")
+            problems.append(f"target {self.address!r}: timeout_s is {self._timeout_s!r}; it must be a finite number above 0")
         if config.landing == "mapped":
-            problems.append(f"target {self._url!r} cannot map memory of ours; use landing 'staged' or 'streamed'")
+            problems.append(f"target {self.address!r} cannot map memory of ours; use landing 'staged' or 'streamed'")
         if isinstance(self._model, Mapping):
             unknown = sorted({dtype for _, dtype in _wanted(self._model)} - set(ITEMSIZE))
-            problems += [f"target {self._url!r}: dtype {dtype!r} in model cannot travel" for dtype in unknown]
+            problems += [f"target {self.address!r}: dtype {dtype!r} in model cannot travel" for dtype in unknown]
         return problems
 
     async def locate(self, config: TransferConfig) -> LeaderAddress:

@@ -149,7 +149,7 @@ async def test_how_a_server_must_be_run(recorder) -> None:
 @pytest.mark.parametrize(
     ("url", "options", "said"),
     [
-        ("ftp://here", SGLangOptions(), "not the URL"),
+        ("ftp://here", SGLangOptions(), "no url"),
         ("http://10.0.0.7:30000", SGLangOptions(transport="tensor"), "to loopback only"),
         ("http://127.0.0.1:1", SGLangOptions(transport="pigeon"), "transport is 'pigeon'"),
         ("http://127.0.0.1:1", SGLangOptions(bucket_bytes="many"), "bucket_bytes"),

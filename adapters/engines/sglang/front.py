@@ -8,12 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from syncline.engine.errors import AuthError, ConfigError, LoaderError, ProtocolError, TargetUnreachable
 
+from ..urls import problem_of
 from .versions import Dialect, dialect_of
 
 T = TypeVar("T")
@@ -25,6 +25,7 @@ MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 """How SGLang says that an update succeeded and the flush after it did not. It answers that the update failed."""
 
+_NO_SGLANG = "is this an SGLang server, of a version that syncline knows?"
 _DRAIN_S = 3600.0
 _AT_ONCE_S = 3.0
 
@@ -100,9 +101,8 @@ class SGLangFront:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 30.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError([f"{url!r} is not the URL of a server; write http://host:port"])
+        if (wrong := problem_of(url)) is not None:
+            raise ConfigError([wrong])
         self.url = url.rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout_s = timeout_s
@@ -112,8 +112,10 @@ class SGLangFront:
         """What the server is. Raises `ConfigError` for a version that is not supported."""
         await self.weight_version()  # only SGLang says it there; others may think about /server_info for long
         server = await self._get("server_info")
+        if not isinstance(server.get("version"), str):
+            raise ProtocolError(f"{self.url}/server_info names no version: {_NO_SGLANG}")
         return ServerInfo(
-            dialect=dialect_of(str(server.get("version", ""))),
+            dialect=dialect_of(server["version"]),
             model_path=str(server.get("model_path", "")),
             load_format=str(server.get("load_format", "auto")),
             dtype=str(server.get("dtype", "auto")),
@@ -292,9 +294,11 @@ class SGLangFront:
 
     async def _get(self, path: str) -> dict[str, Any]:
         status, reply = await self._call("GET", path, None, self._timeout_s)
-        if status != 200 or not isinstance(reply, dict):
+        if status == 200 and not isinstance(reply, dict):
+            raise ProtocolError(f"{self.url}/{path} answered what is no JSON object: {_NO_SGLANG}")
+        if status != 200:
             raise self._refused(path, status, reply)
-        return reply
+        return dict(reply)
 
     async def _post(
         self, path: str, body: Mapping[str, Any], timeout_s: float | None = None, *, refusal_is_fine: bool = False
@@ -314,10 +318,14 @@ class SGLangFront:
             async with (
                 asyncio.timeout(timeout_s),
                 self._session.request(
-                    method, f"{self.url}/{path}", json=body, timeout=aiohttp.ClientTimeout(total=None)
+                    method,
+                    f"{self.url}/{path}",
+                    json=body,
+                    timeout=aiohttp.ClientTimeout(total=None),
+                    allow_redirects=False,
                 ) as response,
             ):
-                text = await response.text()
+                text = await response.text(errors="replace")
         except TimeoutError:
             raise TargetUnreachable(f"{self.url}/{path}: no answer within {timeout_s:g} s; is the server stuck?") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -328,8 +336,8 @@ class SGLangFront:
         text = f"{self.url}/{path} answered {status}: {_message(reply)}"
         if status in (401, 403):
             return AuthError(f"{text}; give the server's key as api_key")
-        if status in (404, 405, 422):
-            return ProtocolError(f"{text}; is this an SGLang server, of a version that syncline knows?")
+        if status in (404, 405, 422) or 300 <= status < 400:
+            return ProtocolError(f"{text}; {_NO_SGLANG}")
         return LoaderError(text)
 
 

@@ -11,6 +11,7 @@ from syncline.engine.config import TransferConfig
 from syncline.engine.errors import ConfigError, TargetUnreachable
 from syncline.engine.targets import LeaderAddress
 
+from ..urls import without_userinfo
 from .front import SGLangFront
 from .options import SGLangOptions
 from .standin import SGLangReceiver
@@ -38,7 +39,7 @@ class SGLangTarget:
     @property
     def address(self) -> str:
         """The URL."""
-        return self._url
+        return without_userinfo(self._url)
 
     @property
     def standin(self) -> SGLangReceiver | None:
@@ -51,12 +52,12 @@ class SGLangTarget:
         try:
             SGLangFront(self._url)
         except ConfigError as error:
-            problems += error.problems
+            problems += [f"target {problem}" for problem in error.problems]
         else:
             problems += self._options.problems(self._url)
         if config.landing == "mapped":
             problems.append(
-                f"target {self._url}: an SGLang server cannot map memory of others; use landing 'staged' or 'streamed'"
+                f"target {self.address}: an SGLang server cannot map memory of others; use landing 'staged' or 'streamed'"
             )
         return problems
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -45,8 +46,10 @@ class Front:
     async def discover(self) -> Interfaces:
         """Ask which release it is. Raises `ConfigError` for one that is not known."""
         if self._known is None:
-            answer = await self._call("GET", "version")
-            self._known = interfaces(str(answer.get("version")))
+            said = (await self._call("GET", "version")).get("version")
+            if not isinstance(said, str):
+                raise ProtocolError(f"{self.url} is no vLLM server: it names no version at /version; is the url right?")
+            self._known = interfaces(said)
         return self._known
 
     async def init(self, info: dict[str, Any], timeout_s: float) -> None:
@@ -128,9 +131,9 @@ class Front:
             async with self._open().request(
                 method, f"{self._base}/{path}", json=body, params=query, timeout=limit, allow_redirects=False
             ) as response:
-                text = await response.text()
+                text = await response.text(errors="replace")
                 if response.status == 200:
-                    return await _as_json(response)
+                    return _as_object(text)
         except TimeoutError:
             raise TargetUnreachable(f"vLLM at {self.url} did not answer {path} within {timeout_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -153,9 +156,9 @@ class Front:
         return self._session
 
 
-async def _as_json(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, aiohttp.ClientError):
-        found = await response.json(content_type=None)
+def _as_object(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
         if isinstance(found, dict):
             return found
     return {}

@@ -14,6 +14,7 @@ from syncline.engine.config import TransferConfig
 from syncline.engine.errors import ProtocolError, TargetUnreachable
 from syncline.engine.targets import LeaderAddress
 
+from ..urls import problem_of, without_userinfo
 from .front import Front, is_loopback
 from .info import InitInfo
 from .rendezvous import Rendezvous
@@ -57,7 +58,7 @@ class VLLMTarget:
     @property
     def address(self) -> str:
         """Names the target: the server's url, or which object it is."""
-        return self._url or f"vllm:{type(self._object).__name__}@{id(self._object):x}"
+        return without_userinfo(self._url) or f"vllm:{type(self._object).__name__}@{id(self._object):x}"
 
     def problems(self, config: TransferConfig) -> Sequence[str]:
         """The url is none; a landing mode that vLLM cannot have; a secret that is missing or would travel in the clear."""
@@ -74,12 +75,11 @@ class VLLMTarget:
         return [f"target {self.address}: {problem}" for problem in problems_of(self._object)]
 
     def _url_problems(self, config: TransferConfig) -> list[str]:
-        parts = urlsplit(self._url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            return [f"target {self._url!r} is no url of a vLLM server, such as http://127.0.0.1:8000"]
+        if (wrong := problem_of(self._url)) is not None:
+            return [f"target {wrong}"]
         problems = []
-        if parts.path or parts.query:
-            problems.append(f"target {self._url!r} has a path; name the server alone: {parts.scheme}://{parts.netloc}")
+        if self._worker_url is not None and (wrong := problem_of(self._worker_url)) is not None:
+            problems.append(f"target {self._url}: worker_url {wrong}")
         if self._control_port is None and (self._secret or self._secret_file):
             problems.append(
                 f"target {self._url}: secret and secret_file are for control_port, which is not set: on one host the server's "
@@ -88,7 +88,7 @@ class VLLMTarget:
         if self._control_port is not None and not is_loopback(self._url):
             if not (self._secret or config.secret):
                 problems.append(f"target {self._url}: its leader would listen beyond loopback and no secret is set; set secret")
-            elif parts.scheme != "https" and not self._secret_file:
+            elif urlsplit(self._url).scheme != "https" and not self._secret_file:
                 problems.append(
                     f"target {self._url}: the secret would travel to the server in the clear; use https, or secret_file"
                 )
