@@ -11,12 +11,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from syncline.scheduler.errors import SynclineError
+
+from .endings import Told, unwinding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,11 +168,14 @@ def run(command: Command, argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``syncline``. Returns the exit code: 0 well, 1 failed, 2 wrong usage or a missing extra, 130 stopped."""
+    """Entry point of ``syncline``. Returns the exit code: 0 well, 1 failed, 2 wrong usage or a missing extra, 128 and the
+    signal's number where it was told to end (130 for Ctrl-C).
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return _main(args)
+            with unwinding() as told:
+                return _main(args, told)
         finally:
             sys.stdout.flush()  # here, where a reader that has gone can still be caught
     except BrokenPipeError:  # whoever read the output has had enough
@@ -178,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _main(args: Sequence[str]) -> int:
+def _main(args: Sequence[str], told: Told) -> int:
     if not args or args[0] in {"-h", "--help", "help"}:
         print(usage())
         return 0 if args else 2
@@ -204,7 +210,7 @@ def _main(args: Sequence[str]) -> int:
     except (SynclineError, OSError) as error:  # an OSError: of a file that the user has named, or of a full disk
         return _fail(f"syncline {command.name}: {type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
-        return _fail(f"syncline {command.name}: stopped", 130)
+        return _fail(f"syncline {command.name}: stopped", 128 + (told.number or signal.SIGINT))
 
 
 def _lacks(command: Command, names: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from .demo_clients import Answer, Clients
 from .demo_engines import Engine, Server, end, make_server, problem, tail
 from .demo_view import DemoView
+from .endings import tied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ class Demo:
             with (self.work / f"trainer-{rank}.log").open("w") as log:
                 self.trainers.append(
                     await asyncio.create_subprocess_exec(
-                        *command, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True, limit=2**24
+                        *tied(command), stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True, limit=2**24
                     )
                 )
 
@@ -192,14 +193,19 @@ async def _drive(demo: Demo, view: DemoView) -> list[Answer]:
             clients.add(server, args.clients)
         view.phase("starting trainers")
         await demo.start_trainers()
-        async for event in demo.trainer_events():
-            demo.events.append(event)
-            view.event(event, clients)
-            demo.note_failures(event)
-            if event["event"] == "push" and event["step"] == args.kill_engine_at and rejoin is None:
-                rejoin = asyncio.create_task(_kill_and_restart(demo.servers[-1], view))
-        if rejoin is not None:
-            await rejoin
+        try:
+            async for event in demo.trainer_events():
+                demo.events.append(event)
+                view.event(event, clients)
+                demo.note_failures(event)
+                if event["event"] == "push" and event["step"] == args.kill_engine_at and rejoin is None:
+                    rejoin = asyncio.create_task(_kill_and_restart(demo.servers[-1], view))
+            if rejoin is not None:
+                await rejoin
+        finally:  # or it could start a server after all have been stopped
+            if rejoin is not None:
+                rejoin.cancel()
+                await asyncio.gather(rejoin, return_exceptions=True)
         await clients.quiesce()
     return clients.answers
 

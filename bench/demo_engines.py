@@ -17,6 +17,7 @@ import aiohttp
 from syncline.engine import RemoteTarget, Target
 
 from .demo_model import model_dtype
+from .endings import tied
 from .sglang_server import SGLangServer, missing as missing_sglang
 from .vllm_server import VLLMServer, missing
 
@@ -114,7 +115,7 @@ class Own:
         command += ["--dtype", str(model_dtype(self._demo.model)).removeprefix("torch.")]
         command += ["--initial-version", "0"] if self._starts == 1 else []
         command += ["--movable"] if args.landing == "mapped" else []
-        self._process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, start_new_session=True)
+        self._process = await asyncio.create_subprocess_exec(*tied(command), stdout=log, stderr=log, start_new_session=True)
         log.close()
         async with asyncio.timeout(_START_S):
             while not ready.exists():

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import torch
 
+from .endings import tied
 from .vllm_server import free_port, group_is_there
 
 _START_S = 600.0
@@ -58,7 +59,12 @@ class SGLangServer:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         with self._log.open("w") as out:
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=environment
+                *tied(command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                env=environment,
             )
         async with asyncio.timeout(_START_S):
             await self._until_ready()

@@ -15,6 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from .endings import tied
+
 _START_S = 600.0
 _END_S = 20.0
 _LOOK_AGAIN_S = 0.1
@@ -58,7 +60,7 @@ class VLLMServer:
         }
         with self._log.open("w") as out:
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                *tied(command), stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
                 env={**os.environ, **environment},
             )  # fmt: skip
         async with asyncio.timeout(_START_S):

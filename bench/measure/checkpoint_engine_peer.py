@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from syncline.bench.endings import tied
+
 from .checkpoint_engine_cpu import install
 from .shards import Shards
 
@@ -43,7 +45,7 @@ def serve(args: dict[str, Any]) -> None:
         trainer.stamp(0)
     own = {**args, "worker": True}
     with subprocess.Popen(
-        [sys.executable, "-m", __spec__.name, json.dumps(own)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        tied([sys.executable, "-m", __spec__.name, json.dumps(own)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from syncline.bench.endings import tied
+
 from .errors import BenchError
 from .timing import times
 
@@ -59,7 +61,7 @@ async def loopback(nbytes: int, repeat: int) -> list[float]:
         shared = {"store": f"{folder}/store", "nbytes": nbytes, "repeat": repeat}
         ranks = [
             await asyncio.create_subprocess_exec(
-                sys.executable, "-m", __spec__.name, json.dumps({**shared, "rank": rank}),
+                *tied([sys.executable, "-m", __spec__.name, json.dumps({**shared, "rank": rank})]),
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             )
             for rank in range(2)

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from syncline.bench.endings import tied
+
 from .errors import BenchError
 
 _DEADLINE_S = 600.0
@@ -60,7 +62,7 @@ async def run_ranks(package: Package, python: str, arguments: Sequence[Mapping[s
     """
     ranks = [
         await asyncio.create_subprocess_exec(
-            python, "-m", package.module, msgspec.json.encode(one).decode(), start_new_session=True,
+            *tied([python, "-m", package.module, msgspec.json.encode(one).decode()]), start_new_session=True,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )
         for one in arguments

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from syncline.bench.endings import tied
+
 from .errors import BenchError
 from .peer import Answer, Command
 
@@ -68,7 +70,7 @@ async def processes(folder: Path, commands: Sequence[Sequence[str]]) -> AsyncIte
             log = folder / f"{number}.log"
             with log.open("w") as file:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "syncline.bench.measure.peer", *arguments,
+                    *tied([sys.executable, "-m", "syncline.bench.measure.peer", *arguments]),
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=file, limit=_LINE_BYTES,
                 )  # fmt: skip
             started.append(Process(process, log))

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from syncline.bench.endings import tied
+
 from .bed import bed
 from .bench import Bench
 from .direct import direct_rows
@@ -80,7 +82,9 @@ async def driver_row(bench: Bench) -> None:
 async def plan_row(bench: Bench) -> None:
     """Planning for Kimi-K2's shapes, in a process of its own so that its peak memory can be told."""
     planning = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "syncline.bench.measure.planning", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *tied([sys.executable, "-m", "syncline.bench.measure.planning"]),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(_PLAN_S):

@@ -22,6 +22,7 @@ import torch
 
 from syncline.adapters.engines.vllm.plugin import WorkerExtension
 
+from ..endings import tied
 from ..vllm_server import VLLMServer, missing
 from .bench import Bench
 from .corruption import corrupted
@@ -102,7 +103,7 @@ async def _elsewhere(bench: Bench) -> None:
         option = name.replace("_", "-")
         command += [f"--{option}" if value else f"--no-{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]
     running = await asyncio.create_subprocess_exec(
-        bench.python_of("vllm"), *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *tied([str(bench.python_of("vllm")), *command]), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(_ELSEWHERE_S):

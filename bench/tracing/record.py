@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from syncline.adapters.engines import ModuleLoader
 from syncline.adapters.trainers import FSDPSource, ModuleSource
+from syncline.bench.endings import tied
 from syncline.bench.outputs import check_outputs
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
 from syncline.engine.errors import ConfigError
@@ -125,7 +126,7 @@ async def record(args: TraceArgs) -> None:
 async def start(part: Part) -> asyncio.subprocess.Process:
     """A process of a recording. A target's says on its standard output when it is `listening`."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "syncline.bench.tracing.record",
+        *tied([sys.executable, "-m", "syncline.bench.tracing.record"]),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE if part.role == "target" else None,
         stderr=asyncio.subprocess.PIPE if part.role == "source" else None,
     )  # fmt: skip
