@@ -100,7 +100,9 @@ class PushReport:
             "  stages: " + ", ".join(f"{name} {stage.busy_s * 1e3:.1f} ms" for name, stage in self.stages.items()),
         ]
         for address, target in self.targets.items():
-            what = f"{target.state} version {target.version}" + (" (held it before)" if target.already else "")
+            known = target.state is not None
+            what = f"{target.state} version {target.version}" if known else "gave no answer: its state is not known"
+            what += " (held it before)" if target.already else ""
             lines.append(f"  {address}: {what}" + (f"; {type(target.error).__name__}: {target.error}" if target.error else ""))
         return "\n".join(lines)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
@@ -56,6 +57,8 @@ from .wiring import Wiring
 
 T = TypeVar("T")
 Call = Literal["connect", "push"]
+
+_TARGET_NUMBER = re.compile(r"\btarget (\d{1,4})\b")
 
 _STEP_MARGIN_S = 2.0
 """How much longer than the push other ranks wait for rank 0's last decision: it speaks first, and says more."""
@@ -248,14 +251,15 @@ class Session:
     async def _replan(self, manifest: Manifest, *, must: bool) -> None:
         coordinator = self._coordinator
         decide = coordinator.decide_manifests if coordinator else _not_here
+        addresses = [target.address for target in self.targets]
         payload = await self._exchange("manifests", manifest.to_bytes(), decide)
         try:
-            plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config)
+            plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config, addresses)
         except PlanError as error:  # on every rank the same: they all have the same manifests
             if must:
                 raise
             payload = await self._exchange("misfits", b"", partial(self._decide_misfits, error))
-            plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config)
+            plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config, addresses)
         await self._exchange("planned", plan.digest.encode(), coordinator.decide_planned if coordinator else _not_here)
         old, self._wiring = self._wiring, None
         if old is not None:
@@ -310,7 +314,7 @@ class Session:
         """Why one target alone cannot be planned for."""
         payload = msgspec.msgpack.encode(Manifests(sources=sources, targets=[target]))
         try:
-            await asyncio.to_thread(_plan, payload, self.config)
+            await asyncio.to_thread(_plan, payload, self.config, [])  # whoever asks knows which target it is
         except PlanError as error:
             return error
         return None
@@ -464,7 +468,10 @@ def _config_digest(config: TransferConfig) -> str:
     return hashlib.sha256(repr(config).encode()).hexdigest()
 
 
-def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest], list[list[Manifest]]]:
+def _plan(
+    payload: bytes, config: TransferConfig, addresses: Sequence[str]
+) -> tuple[Plan, list[Manifest], list[list[Manifest]]]:
+    """The plan from all ranks' manifests. What is wrong names targets by number; their ``addresses`` are told with it."""
     manifests = msgspec.msgpack.decode(payload, type=Manifests)
     sources = Manifest.all_from_bytes(manifests.sources)
     targets = [Manifest.all_from_bytes(ranks) for ranks in manifests.targets]
@@ -488,11 +495,26 @@ def _plan(payload: bytes, config: TransferConfig) -> tuple[Plan, list[Manifest],
     try:
         plan = build_plan(sources, targets, options)
     except PlanError as error:
-        raise PlanError([*problems, *error.problems]) from error
+        raise PlanError(_addressed([*problems, *error.problems], addresses)) from error
     if problems:
-        raise PlanError(problems)
+        raise PlanError(_addressed(problems, addresses))
     _ = plan.routing  # of a large plan it takes a while: here, in a thread, not when the first report is made
     return plan, sources, targets
+
+
+def _addressed(problems: Iterable[str], addresses: Sequence[str]) -> list[str]:
+    """Each problem in one line, with the addresses of the targets whose numbers it names."""
+    told = []
+    for problem in problems:
+        numbers = sorted({int(number) for number in _TARGET_NUMBER.findall(problem)})
+        known = [f"target {number} is {addresses[number]}" for number in numbers if number < len(addresses)]
+        told.append("; ".join([_escaped(problem), *known]))
+    return told
+
+
+def _escaped(text: str) -> str:
+    """``text`` in one line: what cannot be printed, as in names that hold a line break, the way ``repr`` shows it."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _typed(error: BaseException, what: Call, config: TransferConfig) -> SynclineError:

@@ -11,7 +11,7 @@ from torch import nn
 from syncline.adapters.engines import ModuleLoader, SGLangTarget, VLLMTarget
 from syncline.adapters.trainers import ModuleSource
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
-from syncline.engine.errors import PushTimeout, TargetUnreachable
+from syncline.engine.errors import PlanError, PushTimeout, TargetUnreachable
 from syncline.engine.session import _typed
 from syncline.engine.targets import LeaderAddress
 from syncline.scheduler.errors import DeadlineExceeded
@@ -118,3 +118,47 @@ async def test_sources_of_one_target_push_in_turn(run_dir):
     await one.close()
     await two.close()
     await receiver.close()
+
+
+async def test_what_does_not_fit_is_told_with_the_targets_address_and_in_one_line(run_dir):
+    receivers = []
+    for number, width in enumerate((3, 5)):
+        receivers.append(Receiver(ModuleLoader(nn.Linear(4, width)), f"unix:{run_dir}/{number}.sock"))
+        await receivers[-1].start()
+    targets = [RemoteTarget(receiver.address) for receiver in receivers]
+    config = TransferConfig(trace=False)
+    engine = TransferEngine(source=ModuleSource(nn.Linear(4, 3), world_size=1), targets=targets, config=config)
+    with pytest.raises(PlanError) as caught:
+        await engine.connect()
+    for problem in caught.value.problems:
+        assert problem.endswith(f"; target 1 is {receivers[1].address}")
+        assert receivers[0].address not in problem
+    await engine.close()
+
+    odd = nn.Module()
+    odd.sub = nn.Module()
+    odd._modules["line\nbreak"] = nn.Linear(2, 2)
+    engine = engine_of(odd, targets[0])
+    with pytest.raises(PlanError) as caught:
+        await engine.connect()
+    assert "line\\nbreak" in str(caught.value)
+    assert all(problem.isprintable() for problem in caught.value.problems)
+    await engine.close()
+    for receiver in receivers:
+        await receiver.close()
+
+
+async def test_a_target_that_gave_no_answer_is_reported_as_such(run_dir):
+    receivers = [Receiver(ModuleLoader(nn.Linear(4, 3)), f"unix:{run_dir}/{number}.sock") for number in range(2)]
+    for receiver in receivers:
+        await receiver.start()
+    targets = [RemoteTarget(receiver.address) for receiver in receivers]
+    async with TransferEngine(
+        source=ModuleSource(nn.Linear(4, 3), world_size=1), targets=targets, config=TransferConfig(trace=False)
+    ) as engine:
+        await receivers[1].close()
+        report = await engine.push(1)
+        assert f"{receivers[1].address}: gave no answer: its state is not known; TargetLost: " in str(report)
+        assert f"{receivers[0].address}: COMMITTED version 1\n" in str(report) + "\n"
+        assert "None" not in str(report)
+    await receivers[0].close()
