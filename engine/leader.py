@@ -408,14 +408,19 @@ class Leader:
         if order.rank != 0:
             self._roster.lose(order.rank, order.incarnation, order.reason)
             return
-        log.error("the leader's own rank did not obey: %s; it is fenced and joins again", order.reason)
+        log.warning(
+            "the target's leader rank was still busy with a push after its deadline (%s): it serves nothing until it is "
+            "at rest and a push has committed",
+            order.reason,
+        )
         _ = self._scope.start(self._rejoin())
 
     async def _rejoin(self) -> None:
         """The leader's own rank did not do what it was ordered: it serves nothing, and joins again once it is at rest."""
         fence = self._rank.fence
-        fence.fence("it did not obey an order in time")
-        await self._rank.abandon("it did not obey an order in time")
+        reason = "it was still busy with a push whose deadline had passed"
+        fence.fence(reason)
+        await self._rank.abandon(reason)
         fence.incarnation = f"{self._rank.process}/{time.monotonic_ns()}"
         self.start()
 

@@ -79,6 +79,8 @@ class Switch:
             async with asyncio.timeout(_ENGINE_TIMEOUT_S):
                 await call
         except TimeoutError:
-            log.exception("the serving engine did not %s within %g s", what, _ENGINE_TIMEOUT_S)
+            log.warning("the serving engine did not %s within %g s", what, _ENGINE_TIMEOUT_S)
+        except SynclineError as error:  # it says what is wrong; no bug of ours or of the engine's
+            log.warning("the serving engine did not %s: %s: %s", what, type(error).__name__, error)
         except Exception:
             log.exception("the serving engine raised in %s", what)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 
-from syncline.adapters.engines.sglang import SGLangFront, SGLangOptions, SGLangReceiver, SGLangTarget
+from syncline.adapters.engines.sglang import SGLangFront, SGLangOptions, SGLangReceiver, SGLangTarget, front as front_module
 from syncline.adapters.engines.sglang.front import CacheNotFlushed, ServerInfo
 from syncline.adapters.engines.sglang.versions import dialect_of
+from syncline.adapters.engines.sglang.ways import DistributedWay
 from syncline.engine import TransferConfig
-from syncline.engine.errors import ConfigError, LoaderError, ProtocolError
+from syncline.engine.errors import ConfigError, LoaderError, ProtocolError, TargetLost, TransportError
 from syncline.scheduler.layout import Box, Buffer, BufferTable, Layout, Piece, PieceTable, Tensor, TensorTable
 
 
@@ -228,3 +231,31 @@ async def test_memory_is_released_and_resumed_by_tag(recorder) -> None:
         await receiver.resume_memory(["weights"])
         await receiver.resume_memory(["kv_cache"])
         assert paths(recorder) == ["resume_memory_occupation", "resume_memory_occupation"]  # it waits for a push
+
+
+class BrokenGroup:
+    """A group of which every broadcast breaks."""
+
+    place = SimpleNamespace(name="g")
+
+    async def broadcast(self, data: Any, *, patience_s: float) -> None:
+        raise TransportError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("answers", ["server", "front only", "nothing"])
+async def test_a_broadcast_that_breaks_with_a_server_that_is_gone(recorder, answers: str, monkeypatch) -> None:
+    """Its scheduler may be dead while the process that takes in calls still answers some of them."""
+    monkeypatch.setattr(front_module, "_AT_ONCE_S", 0.2)
+    recorder.answers["server_info"] = (200, {}) if answers == "server" else (500, {})
+    url = "http://127.0.0.1:1" if answers == "nothing" else recorder.url
+    front = SGLangFront(url, timeout_s=10)
+    way = DistributedWay(front, backend="gloo", host="127.0.0.1", timeout_s=10)
+    way._group, way._info = BrokenGroup(), SimpleNamespace(dialect=dialect_of("0.5.23"))
+    bucket = SimpleNamespace(slots=[])
+    with pytest.raises(TransportError if answers == "server" else TargetLost) as caught:
+        await way.send(bucket, torch.empty(0), "7")
+    if answers == "server":
+        assert "Connection closed by peer" in str(caught.value)
+    else:
+        assert f"the SGLang server at {url} is gone or stuck" in str(caught.value)
+    await front.close()

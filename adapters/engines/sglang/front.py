@@ -150,6 +150,14 @@ class SGLangFront:
         if status == 503:
             await self._call("GET", "health", None, self._timeout_s)
 
+    async def is_alive(self) -> bool:
+        """Whether the server's scheduler answers soon, not only the process that takes in calls."""
+        try:
+            status, _ = await self._call("GET", "server_info", None, _AT_ONCE_S)
+        except TargetUnreachable:
+            return False
+        return status == 200
+
     async def weight_version(self) -> str:
         """The version that it says its weights have."""
         return str((await self._get("model_info")).get("weight_version", ""))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from syncline.engine.errors import SynclineError
+from syncline.engine.errors import SynclineError, TargetLost, TargetUnreachable, TransportError
 from syncline.stages.copies import torch_dtype
 
 from ..update_group import Backend, HostedStore, Place, UpdateGroup
@@ -114,7 +114,15 @@ class DistributedWay:
             selector=self._selector,
             timeout_s=self._timeout_s,
         )
-        await _both(_broadcast(group, data, self._timeout_s), update)
+        try:
+            await _both(_broadcast(group, data, self._timeout_s), update)
+        except (TransportError, TargetUnreachable) as error:
+            if await self._front.is_alive():
+                raise
+            raise TargetLost(
+                f"the SGLang server at {self._front.url} is gone or stuck: a broadcast to it broke and it answers no more "
+                f"({error}); restart it, and the next push brings it up to date"
+            ) from error
 
     async def end(self) -> None:
         assert self._info is not None
