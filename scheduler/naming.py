@@ -65,7 +65,7 @@ def resolve(sides: Sides, scope: Scope, problems: Problems, *, wire_format: str 
     roots = _roots(sides, problems)
     table = _SourceTensors(sides, roots, scope, problems)
     quantized = find_quantized(sides.receiving, table.find, table.held(sides), wire_format=wire_format, problems=problems)
-    scales = {weight: table.derive(companion, weight, problems) for weight, companion in quantized.items()}
+    scales = table.derive(quantized, problems)
     lost: dict[str, tuple[Index, str]] = {}
     found = [_match(holder, table, scope, lost, problems) for holder in sides.receiving]
     wanted, asked_for = np.zeros(len(table.names), bool), np.zeros(len(table.names), bool)
@@ -171,19 +171,24 @@ class _SourceTensors:
             }
         return {at: (self.shape_of(at), kind) for at, kind in kinds.items()}
 
-    def derive(self, companion: Companion, weight: int, problems: Problems) -> int:
-        """A new tensor, which the source makes of ``weight``: its scales."""
-        taken = [name for name in companion.names if name in self.place]
-        if taken:
-            problems.add(f"{taken[0]} is a tensor of the source's own, and would hold the scales of {self.names[weight]}")
-        at = len(self.names)
-        row = np.array([(*companion.shape, *(1,) * self.shape.shape[1])[: self.shape.shape[1]]], np.int64)
-        self.names.append(companion.names[0])
-        self.place.update(dict.fromkeys(companion.names, at))
-        self.shape, self.ndim = np.vstack([self.shape, row]), np.append(self.ndim, len(companion.shape))
-        self.group = np.append(self.group, self.group[weight])
-        self.disputed.add(at)
-        return at
+    def derive(self, quantized: Mapping[int, Companion], problems: Problems) -> dict[int, int]:
+        """New tensors, which the source makes of weights: the scales of each weight of ``quantized``."""
+        found: dict[int, int] = {}
+        for weight, companion in quantized.items():
+            taken = [name for name in companion.names if name in self.place]
+            if taken:
+                problems.add(f"{taken[0]} is a tensor of the source's own, and would hold the scales of {self.names[weight]}")
+            at = found[weight] = len(self.names)
+            self.names.append(companion.names[0])
+            self.place.update(dict.fromkeys(companion.names, at))
+        count, depth = len(quantized), self.shape.shape[1]
+        shapes = [companion.shape for companion in quantized.values()]
+        padded = [(*shape, *(1,) * depth)[:depth] for shape in shapes]
+        self.shape = np.vstack([self.shape, np.array(padded, np.int64).reshape(count, depth)])
+        self.ndim = np.append(self.ndim, ints([len(shape) for shape in shapes]))
+        self.group = np.append(self.group, self.group[ints(list(quantized))])
+        self.disputed.update(found.values())
+        return found
 
 
 def _match(
