@@ -217,7 +217,7 @@ async def test_nobody_there():
 @pytest.mark.parametrize(
     ("url", "options", "config", "says"),
     [
-        ("127.0.0.1:30000", {}, {}, "not http://host:port"),
+        ("127.0.0.1:30000", {}, {}, "no url of a server"),
         ("http://h:1", {"members": 0}, {}, "members is 0"),
         ("http://h:1", {"timeout_s": 0}, {}, "timeout_s is 0"),
         ("http://h:1", {}, {"landing": "mapped"}, "use landing 'staged'"),
