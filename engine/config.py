@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from syncline.scheduler.formats import parse_format
 from syncline.scheduler.options import Route
@@ -18,6 +18,9 @@ Transport = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
+_LARGEST = 2**62
+_Number = TypeVar("_Number", int, float)
+
 _MOST_WORKERS = 256
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -28,11 +31,17 @@ def parse_size(value: int | str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(f"{value!r} is not a size; write bytes as a whole number, or text such as '64MiB'")
     if isinstance(value, int):
-        return value
+        return _within(value)
     match = _SIZE.fullmatch(value)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{value!r} is not a size; write bytes, or a number with one of {', '.join(_UNITS)[2:]}")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(_within(float(match[1]) * _UNITS[match[2].lower()]))
+
+
+def _within(nbytes: _Number) -> _Number:
+    if nbytes > _LARGEST:  # infinity is: digits without end
+        raise ValueError(f"a size of more than {_LARGEST} bytes; no memory has so many")
+    return nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
