@@ -129,6 +129,9 @@ _COUNTS = (
     "moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank",
 )  # fmt: skip
 """What may be 0."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size")
+"""What only a mixture of experts has."""
 _LARGEST = {"num_hidden_layers": 2**12, "num_experts": 2**13, "num_local_experts": 2**13, "n_routed_experts": 2**13}
 """Beyond these a plan never ends."""
 
@@ -157,11 +160,12 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
     Raises:
         KeyError: it lacks a size that such a model has.
-        ModelError: it is no mapping, or a size in it is none.
+        ModelError: it is no mapping, a size in it is none, a flag is neither true nor false, or it is of a mixture of experts
+            and does not say how many.
     """
     _sizes_are_sizes(config)
     kind, heads, hidden = str(config.get("model_type") or ""), config["num_attention_heads"], config["hidden_size"]
-    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    experts = _expert_count(config, kind)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     shape = Architecture(
         layers=config["num_hidden_layers"],
@@ -172,9 +176,9 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         intermediate=config["intermediate_size"],
         vocab=config["vocab_size"],
         latent=_latent(config) if config.get("kv_lora_rank") else None,
-        qkv_bias=bool(config.get("attention_bias", kind.startswith("qwen2"))),
+        qkv_bias=_flag(config, "attention_bias", default=kind.startswith("qwen2")),
         qk_norm=kind.startswith("qwen3"),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=_flag(config, "tie_word_embeddings", default=False),
         dtype=dtype if dtype in ITEMSIZE else "bfloat16",
     )
     return _with_experts(shape, config, kind, experts) if experts else shape
@@ -193,6 +197,28 @@ def _sizes_are_sizes(config: Any) -> None:
     ]
     if wrong:
         raise ModelError(f"{', '.join(wrong)}: not the size of a model (a whole number above 0, within reason)")
+
+
+def _flag(config: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    """A flag; one that is null is as if it were not there."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if type(value) is not bool:
+        raise ModelError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
+def _expert_count(config: Mapping[str, Any], kind: str) -> int:
+    """Routed experts of a layer; 0 for a dense model. Raises `ModelError` if other sizes say that there are some."""
+    experts = next((config[name] for name in _EXPERTS if config.get(name)), 0)
+    if experts or any(name in config for name in _EXPERTS):  # 0 and null say that there are none
+        return int(experts)
+    signs = [name for name in _OF_EXPERTS if config.get(name)]
+    if kind == "mixtral" or "moe" in kind or signs:
+        said = f"it has {', '.join(signs)}" if signs else f"model_type is {kind!r}"
+        raise ModelError(f"{said}, as a mixture of experts, and none of {', '.join(_EXPERTS)} says how many there are")
+    return 0
 
 
 def _latent(config: Mapping[str, Any]) -> Latent:
