@@ -25,6 +25,12 @@ _TINY_S = 1e-9
 _SLOW_RANK = 1.5
 """So many times as long as the others do is what a slow rank takes."""
 _STEPS_UP = 6
+_ROOM = {
+    "h2d": "the memory or bus that it reads through is not full already",
+    "prepare": "processor cores, or the device, have nothing else to do meanwhile",
+    "send": "no link or network card on the way is full already, at the targets either: a trace does not say whether one is",
+}
+"""What more slots of a stage need, or its work gets slower side by side by as much as there is more of it."""
 _FED_TARGET = 0.3
 """A target that has had nothing to do for less than this part of the landing is what its sender waits for."""
 
@@ -84,7 +90,7 @@ def _stages(trace: Trace, work: Work, base: float) -> Iterator[Finding]:
         yield Finding(
             cause="concurrency", what=stage, gain_s=min(wider, gain) * 0.99,
             because=f"{stage} has {slots} {'slot' if slots == 1 else 'slots'}, and tasks that could start wait for one",
-            advice=f"{knob}={2 * slots} would save {_ms(wider)}, if {stage} does not get slower side by side",
+            advice=f"{knob}={2 * slots} would save {_ms(wider)} at most, and only if {_ROOM[stage]}",
             knobs={knob: 2 * slots},
         )  # fmt: skip
 
