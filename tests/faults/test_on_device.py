@@ -67,6 +67,7 @@ def devices(monkeypatch):
     for module in (transports, linking):
         monkeypatch.setattr(module, "CudaIpc", ipc)
         monkeypatch.setattr(module, "CudaNccl", nccl)
+    monkeypatch.setattr(linking, "_issuers", {})  # made with what stood for NCCL in another test
     monkeypatch.setattr(linking, "landing_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     yield made
