@@ -107,6 +107,17 @@ def test_a_tied_command_that_is_not_there_says_so() -> None:
     assert (done.returncode, done.stderr) == (127, "/nowhere/python: No such file or directory\n")
 
 
+@pytest.fixture
+def unhandled() -> Iterator[None]:
+    """Nobody handles signals, as where a command starts; what ran in this process before may have."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("unhandled")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_only_the_first_signal_interrupts(number: signal.Signals) -> None:
     before = signal.getsignal(number)
@@ -128,6 +139,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.usefixtures("unhandled")
 def test_a_command_says_which_signal_ended_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli, "run", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert cli.main(["status"]) == 128 + signal.SIGTERM

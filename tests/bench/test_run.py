@@ -132,8 +132,6 @@ def test_peers_in_one_run(run: Callable[..., subprocess.CompletedProcess[str]]) 
             assert "--peer-python" in row.skipped
 
 
-async def test_medians_of_few_are_refused() -> None:
-    from syncline.bench.measure.peers import peer_rows
-
+def test_medians_of_few_are_refused() -> None:
     with pytest.raises(BenchError, match="--repeat 10"):
-        await peer_rows(Bench(tensors=1, nbytes=1, repeat=5))
+        bench_of(RunArgs(peers=True, repeat=5))
