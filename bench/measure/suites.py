@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from syncline.bench.endings import tied
-
 from .bed import bed
 from .bench import Bench
 from .direct import direct_rows
@@ -82,7 +80,9 @@ async def driver_row(bench: Bench) -> None:
 async def plan_row(bench: Bench) -> None:
     """Planning for Kimi-K2's shapes, in a process of its own so that its peak memory can be told."""
     planning = await asyncio.create_subprocess_exec(
-        *tied([sys.executable, "-m", "syncline.bench.measure.planning"]),
+        sys.executable,
+        "-m",
+        "syncline.bench.measure.planning",  # ends by itself in seconds
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -94,7 +94,7 @@ async def plan_row(bench: Bench) -> None:
             planning.kill()
             await planning.wait()
     if planning.returncode:
-        raise BenchError(f"planning Kimi-K2: {said.decode()[-2000:]}")
+        raise BenchError(f"planning Kimi-K2 ended with exit code {planning.returncode}: {said.decode()[-2000:]}")
     result = msgspec.json.decode(out.splitlines()[-1], type=dict[str, Any])
     seconds = float(result.pop("seconds"))
     bench.add("plan: Kimi-K2 shapes, 256 ranks (8 x 32) to 4 x 32", [seconds], kind="work", **result)
