@@ -206,6 +206,11 @@ class TargetTask:
     via: int | None = None
     onward: tuple[int, ...] = ()
 
+    @property
+    def is_relayed(self) -> bool:
+        """The receiver gets it from, or passes it on to, another rank of its target."""
+        return self.via is not None or bool(self.onward)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetProgram:

@@ -89,7 +89,7 @@ class TwoSidedSender:
         self._bind_host = bind_host
         self._on_lost = on_lost
         self._timeout_s = rendezvous_timeout_s
-        self._relays = relaying(program) if program is not None else {}
+        self._relays = relay_ranks(program) if program is not None else {}
         self._rendezvous: Rendezvous | None = None
         self._links: dict[int, _TargetLink] = {}
         self._closing: set[Signal[None]] = set()
@@ -244,7 +244,7 @@ def parts_of(cut: Sequence[Frame], bucket: torch.Tensor, elsewhere: Mapping[int,
     return [elsewhere[f.start] if f.start in elsewhere else bucket[f.start : f.start + f.nbytes] for f in cut]
 
 
-def relaying(program: SourceProgram) -> dict[int, list[int]]:
+def relay_ranks(program: SourceProgram) -> dict[int, list[int]]:
     """By target, the ranks that get something from this source rank that some of them pass on to others."""
     found: dict[int, set[int]] = {}
     for task in program.tasks:

@@ -96,7 +96,7 @@ class TwoSidedHalf:
         for communicator in self._communicators.values():
             communicator.set_deadline(timeout_s)
         for owner, relay in self._relays.items():
-            passed = [task for task in self._program.tasks if task.owner == owner and (task.via is not None or task.onward)]
+            passed = [task for task in self._program.tasks if task.owner == owner and task.is_relayed]
             relay.begin(passed, timeout_s=timeout_s)
         self._error = None
         self._arrivals = {}
@@ -168,9 +168,9 @@ class TwoSidedHalf:
         return PrivateLease()
 
     async def end(self, committed: bool) -> None:
-        while committed and self._passing:  # the others have it all: these are as good as over
+        for sent in list(self._passing.values()) if committed else ():  # the others have it all: these are as good as over
             with contextlib.suppress(TransportError):
-                await next(iter(self._passing.values()))
+                await sent
         self._fail(TransportError("the push is over"))
         if not committed or self._posted:
             self._abort()
@@ -209,7 +209,7 @@ class TwoSidedHalf:
         me = self._program.receiver
         if me.rank not in offer.members:
             raise TransportError(f"the offer of source rank {rank} is for ranks {offer.members}, not for rank {me.rank}")
-        passes = any(task.owner == rank and (task.via is not None or task.onward) for task in self._program.tasks)
+        passes = any(task.owner == rank and task.is_relayed for task in self._program.tasks)
         if passes and me.rank not in offer.relays:
             raise TransportError(f"the offer of source rank {rank} has only ranks {offer.relays} pass on what it sends")
         until = asyncio.get_running_loop().time() + timeout_s
