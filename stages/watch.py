@@ -1,24 +1,33 @@
-"""Asking on the loop whether device work has ended, where no driver does: a pace that is quick at first, and backs off."""
+"""Asking on the loop whether device work has ended, at a pace that follows how long it takes."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from syncline.scheduler.poller import Pace
-
 from .completions import Signal
 from .errors import TransportError
+from .ticks import Ticks
 
-_INTERVAL_S = 0.001
+SHORTEST_S = 30e-6
+LONGEST_S = 0.001
+"""Seconds between two questions. Each takes a few microseconds, and the interpreter, which threads that launch need too."""
+
+_SHARE = 8
+"""An end is noticed late by at most this part of the time since something last began or ended."""
 
 Poll = Callable[[], bool]
 
 
+def pause_after(quiet_s: float, longest_s: float = LONGEST_S) -> float:
+    """Seconds until the next question, when nothing has begun or ended for ``quiet_s`` seconds."""
+    return min(max(quiet_s / _SHARE, SHORTEST_S), longest_s)
+
+
 class _Watched(NamedTuple):
     poll: Poll
-    started: float
     signal: Signal[None]
     used: object
 
@@ -30,10 +39,11 @@ class Watch:
         interval_s: longest pause between two questions, in seconds.
     """
 
-    def __init__(self, interval_s: float = _INTERVAL_S) -> None:
-        self._pace = Pace(interval_s)
+    def __init__(self, interval_s: float = LONGEST_S) -> None:
+        self._interval_s = interval_s
         self._watched: list[_Watched] = []
-        self._next: asyncio.Handle | None = None
+        self._ticks: Ticks | None = None
+        self._changed = 0.0
         self._closed = False
         self._ended: list[Signal[None]] = []
 
@@ -48,11 +58,8 @@ class Watch:
             if self._closed and used is None:
                 signal.fail(_closed())
                 return signal
-            loop = asyncio.get_running_loop()
-            self._watched.append(_Watched(poll, loop.time(), signal, used))
-            self._pace.started(loop.time())
-            if self._next is None:
-                self._next = loop.call_soon(self._turn, loop)
+            self._watched.append(_Watched(poll, signal, used))
+            self._rest(changed=True)
         return signal
 
     def close(self) -> Signal[None]:
@@ -64,31 +71,36 @@ class Watch:
                 one.signal.fail(_closed())
             else:
                 self._watched.append(one)
-        if not self._watched and self._next is not None:
-            self._next.cancel()
-            self._next = None
         ended: Signal[None] = Signal()
         self._ended.append(ended)
         self._tell()
         return ended
 
-    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._next = None
+    def _turn(self) -> None:
         watched, self._watched = self._watched, []
         for one in watched:
-            if self._settle(one.poll, one.signal):
-                self._pace.ended(loop.time(), loop.time() - one.started)
-            elif self._closed and one.used is None:  # closed by what followed from another one's end
-                one.signal.fail(_closed())
-            else:
-                self._watched.append(one)
+            if not self._settle(one.poll, one.signal):
+                if self._closed and one.used is None:  # closed by what followed from another one's end
+                    one.signal.fail(_closed())
+                else:
+                    self._watched.append(one)
         self._tell()
-        if self._watched and self._next is None:
-            pause = self._pace.pause(loop.time())
-            self._next = loop.call_later(pause, self._turn, loop) if pause else loop.call_soon(self._turn, loop)
+        if self._watched:
+            self._rest(changed=len(self._watched) != len(watched))
+
+    def _rest(self, *, changed: bool) -> None:
+        """Ask again after a pause. ``changed``: something has begun or ended."""
+        if self._ticks is None:
+            self._ticks = Ticks(asyncio.get_running_loop())
+        now = time.monotonic()
+        if changed:
+            self._changed = now
+        self._ticks.after(pause_after(now - self._changed, self._interval_s), self._turn)
 
     def _tell(self) -> None:
         if not self._watched:
+            if self._ticks is not None:
+                self._ticks.stop()
             ended, self._ended = self._ended, []
             for signal in ended:
                 signal.set()
