@@ -138,6 +138,7 @@ class DeviceRig:
 
     async def _let_go(self, idle: Signal[None]) -> None:
         await idle
+        self.pinned = torch.empty(0, dtype=torch.uint8)
         await asyncio.to_thread(self.locks.close)
 
 

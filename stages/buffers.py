@@ -97,8 +97,9 @@ class BufferPool:
         return signal
 
     def close(self) -> None:
-        """Fail all requests that wait. Buffers on loan stay valid and may be given back."""
+        """Fail all requests that wait, and let go of the memory. Buffers on loan stay valid and may be given back."""
         self._closed = TransportError("the buffer pool is closed")
+        self._memory = self._memory.new_empty(0)
         while self._waiting:
             self._waiting.popleft()[1].fail(self._closed)
 

@@ -258,6 +258,7 @@ class CudaIpcSender:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+        self._loans.clear()
         self._slots.close()
         self._exports.close()
         self._events.clear()

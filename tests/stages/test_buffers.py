@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings, strategies as st
@@ -129,6 +131,22 @@ async def test_closing_fails_who_waits_and_lets_others_finish():
             await signal
     held.release()
     assert pool.in_use == 0
+
+
+async def test_a_closed_pool_keeps_no_memory_but_what_is_on_loan():
+    """Who holds the pool is a closed engine, which a trainer may hold for ever."""
+    array = np.zeros(1024, dtype=np.uint8)
+    pool, memory = BufferPool(torch.from_numpy(array)), weakref.ref(array)
+    del array
+    held = await pool.acquire(100)
+    pool.close()
+    gc.collect()
+    assert memory() is not None
+    assert held.memory.tolist() == [0] * 100
+    held.release()
+    del held
+    gc.collect()
+    assert memory() is None
 
 
 async def test_peak_can_be_reset():

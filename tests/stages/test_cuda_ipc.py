@@ -35,6 +35,7 @@ async def test_handles_are_opened_and_closed_once_per_buffer_not_once_per_push(w
     for target in one.targets.values():
         assert target.runtime.log == ["open", "close"]
     assert source.runtime.log == ["export"]
+    assert not source.sender._loans, "a closed sender looks into no ring"
 
 
 @each_mode
