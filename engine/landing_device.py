@@ -16,7 +16,7 @@ import torch
 from syncline.scheduler.layout import Manifest
 from syncline.scheduler.programs import TargetTask
 from syncline.stages.completions import Signal
-from syncline.stages.device_landing import DeviceCopies, DeviceDigest, LandingStream
+from syncline.stages.device_landing import ALIGNED, DeviceCopies, DeviceDigest, LandingStream
 from syncline.stages.launched import Launched, both, failed, follow, nothing, then
 from syncline.stages.transports.base import Lending
 from syncline.stages.watch import Watch
@@ -76,7 +76,8 @@ class _OnDevice(PathBase, ABC):
         super().__init__(route)
         self._stream = stream
         self._watch = Watch()
-        self._ways = {task.index: _ways(task, buffers, stream) for task in route.program.tasks}
+        shifts = {task.index: self._shift(task) for task in route.program.tasks}
+        self._ways = {task.index: _ways(task, buffers, stream, shifts[task.index]) for task in route.program.tasks}
 
     async def linked(self) -> None:
         """Build and compile all launches: the first push must not wait for a compiler."""
@@ -85,6 +86,10 @@ class _OnDevice(PathBase, ABC):
     @abstractmethod
     def _prepare(self) -> None:
         """On a worker."""
+
+    def _shift(self, task: TargetTask) -> int:
+        """How many bytes after an aligned address the buckets of a task begin."""
+        return 0
 
     async def close(self) -> None:
         self._ways.clear()  # launches know addresses in the source's memory, which stays open as long as they do
@@ -197,7 +202,7 @@ class StagedOnDevice(_OnDevice):
 
     def __init__(self, route: Route, buffers: Buffers, stream: LandingStream) -> None:
         super().__init__(route, buffers, stream)
-        self._digests = {task.index: DeviceDigest(task, stream) for task in route.program.tasks}
+        self._digests = {task.index: DeviceDigest(task, stream, shift=self._shift(task)) for task in route.program.tasks}
         self._buckets: dict[int, torch.Tensor] = {}
 
     async def begin(self, push_id: str, timeout_s: float) -> None:
@@ -213,6 +218,10 @@ class StagedOnDevice(_OnDevice):
 
     async def commit(self, version: int) -> None:
         await self._loaded(self._copy_and_install, version)
+
+    def _shift(self, task: TargetTask) -> int:
+        """The parts of a tensor lie side by side in landing memory, whatever the sizes of their buckets."""
+        return task.landing_offset % ALIGNED
 
     def _prepare(self) -> None:
         for ways in self._ways.values():
@@ -248,16 +257,16 @@ class StagedOnDevice(_OnDevice):
         return nothing()
 
 
-def _ways(task: TargetTask, buffers: Buffers, stream: LandingStream) -> _Ways:
+def _ways(task: TargetTask, buffers: Buffers, stream: LandingStream, shift: int) -> _Ways:
     if buffers is None:
-        return _Ways(None, task, DeviceDigest(task, stream))
+        return _Ways(None, task, DeviceDigest(task, stream, shift=shift))
     hidden = frozenset(index for index, tensor in enumerate(buffers) if tensor is None)
     exposed = [torch.empty(0) if tensor is None else tensor for tensor in buffers]
     copied, installed = parted(task, hidden)
     return _Ways(
-        None if copied is None else DeviceCopies(copied, exposed, stream),
+        None if copied is None else DeviceCopies(copied, exposed, stream, shift=shift),
         installed,
-        None if installed is None else DeviceDigest(installed, stream),
+        None if installed is None else DeviceDigest(installed, stream, shift=shift),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ from syncline.scheduler.programs import TargetTask
 from .cudart import own_stream
 from .errors import TransportError
 from .issuing import Event
-from .kernels.assemble import BucketKernels, read_digest
+from .kernels.assemble import BucketKernels, assemble, read_digest
 from .kernels.from_plan import landings_of
-from .kernels.land import Landed, LandingKernels, land, read_landed
+from .kernels.land import LandingKernels, land, read_landed
 from .kernels.launches import LIMBS
 from .kernels.views import Moved
 from .launched import DONE, Launched
+
+ALIGNED = 256
+"""Bytes. Kernels take it that what they are given begins at a multiple of this; a bucket need not, in landing memory."""
 
 Lent = Mapping[int, torch.Tensor]
 """Segments that are not in the bucket: offset in it -> where their bytes lie."""
@@ -110,15 +114,17 @@ class DeviceCopies:
         task: a task of the receiver's program.
         buffers: the receiver's own tensors, in the order of its manifest's buffers.
         stream: where to launch.
+        shift: how many bytes after a multiple of `ALIGNED` its buckets begin.
 
     Raises:
         PlanError: the buffers are not those that were planned for.
     """
 
-    def __init__(self, task: TargetTask, buffers: Sequence[torch.Tensor], stream: LandingStream) -> None:
+    def __init__(self, task: TargetTask, buffers: Sequence[torch.Tensor], stream: LandingStream, *, shift: int = 0) -> None:
         self._landings = landings_of(task, buffers)
         self._names = {landing.segment.offset: landing.segment.name for landing in task.landings}
         self._stream = stream
+        self._shift = shift
         self._kernels: dict[bool, LandingKernels] = {}
 
     def prepare(self, lent: Lent, *, verify: bool) -> None:
@@ -127,7 +133,7 @@ class DeviceCopies:
 
     def run(self, bucket: torch.Tensor, lent: Lent) -> Launched:
         """Copy every segment to all its places. ``lent`` is the same each time."""
-        kernels = self._built(lent, verify=False)
+        kernels, bucket = self._built(lent, verify=False), _from_aligned(bucket, self._shift)
         return self._stream.launch(lambda limbs: _land(bucket, kernels, limbs), lambda _: 0, (bucket, kernels))
 
     def run_and_digest(self, bucket: torch.Tensor, lent: Lent) -> Launched:
@@ -135,7 +141,7 @@ class DeviceCopies:
 
         Reading it raises `TransportError` if a segment that lands in several places is not the same in all of them.
         """
-        kernels = self._built(lent, verify=True)
+        kernels, bucket = self._built(lent, verify=True), _from_aligned(bucket, self._shift)
         return self._stream.launch(lambda limbs: _land(bucket, kernels, limbs), self._read, (bucket, kernels))
 
     def _read(self, limbs: torch.Tensor) -> int:
@@ -147,10 +153,7 @@ class DeviceCopies:
 
     def _built(self, lent: Lent, *, verify: bool) -> LandingKernels:
         if verify not in self._kernels:
-            landings = [
-                Landed(offset=one.offset, places=one.places, leaves=one.leaves, elsewhere=lent.get(one.offset))
-                for one in self._landings
-            ]
+            landings = [replace(one, offset=one.offset + self._shift, elsewhere=lent.get(one.offset)) for one in self._landings]
             self._kernels[verify] = LandingKernels(landings, self._stream.device, verify=verify)
         return self._kernels[verify]
 
@@ -161,12 +164,14 @@ class DeviceDigest:
     Args:
         task: a task of a receiver's program.
         stream: where to launch.
+        shift: as for `DeviceCopies`.
     """
 
-    def __init__(self, task: TargetTask, stream: LandingStream) -> None:
+    def __init__(self, task: TargetTask, stream: LandingStream, *, shift: int = 0) -> None:
         segments = [landing.segment for landing in task.landings]
-        self._parts = [Moved(offset=s.offset, nbytes=s.nbytes, moves=(), leaves=s.leaves) for s in segments]
+        self._parts = [Moved(offset=s.offset + shift, nbytes=s.nbytes, moves=(), leaves=s.leaves) for s in segments]
         self._stream = stream
+        self._shift = shift
         self._kernels: BucketKernels | None = None
 
     def prepare(self) -> BucketKernels:
@@ -177,11 +182,22 @@ class DeviceDigest:
 
     def run(self, bucket: torch.Tensor) -> Launched:
         """Digest a whole bucket."""
-        kernels = self.prepare()
+        kernels, bucket = self.prepare(), _from_aligned(bucket, self._shift)
         return self._stream.launch(
-            lambda limbs: kernels.run(bucket, None, limbs[0]), lambda limbs: read_digest(limbs[0]), (bucket, kernels)
+            lambda limbs: _digest(bucket, kernels, limbs), lambda limbs: read_digest(limbs[0]), (bucket, kernels)
         )
 
 
 def _land(bucket: torch.Tensor, kernels: LandingKernels, limbs: torch.Tensor) -> None:
     land(bucket, kernels, limbs=limbs)
+
+
+def _digest(bucket: torch.Tensor, kernels: BucketKernels, limbs: torch.Tensor) -> None:
+    assemble(bucket, kernels, limbs=limbs[0])
+
+
+def _from_aligned(bucket: torch.Tensor, shift: int) -> torch.Tensor:
+    """A bucket with the ``shift`` bytes of its storage that lie before it."""
+    if not shift:
+        return bucket
+    return bucket.as_strided((shift + bucket.numel(),), (1,), bucket.storage_offset() - shift)

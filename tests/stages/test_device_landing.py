@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from syncline.stages import device_landing
 from syncline.stages.assembly import LandingCopies
 from syncline.stages.completions import Signal
 from syncline.stages.device_landing import DeviceCopies, DeviceDigest, LandingStream
@@ -58,21 +59,34 @@ def a_bucket(task, seed):
     return bucket.copy_(values)  # 0 and 1: bool tensors take nothing else
 
 
+def from_aligned(work):
+    def checked(bucket, *arguments, **keywords):
+        assert bucket.data_ptr() % 256 == 0
+        return work(bucket, *arguments, **keywords)
+
+    return checked
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("verify", [True, False])
-def test_as_landing_on_the_cpu(target, seed, verify):
+@pytest.mark.parametrize("shift", [0, 80])
+def test_as_landing_on_the_cpu(target, seed, verify, shift, monkeypatch):
+    """Wherever in landing memory a bucket begins (``shift``): kernels are given an address that they can rely on."""
+    for name in ("land", "assemble"):
+        monkeypatch.setattr(device_landing, name, from_aligned(getattr(device_landing, name)))
     rank = target(seed)
     live = same_bytes(rank.buffers)
     stream = LandingStream(CPU)
     for task in rank.program.tasks:
-        bucket = a_bucket(task, task.index)
+        bucket = aligned(shift + task.nbytes)[shift:].copy_(a_bucket(task, task.index))
         expected = LandingCopies(task, rank.buffers).run_and_digest(bucket)
-        copies = DeviceCopies(task, live, stream)
+        copies = DeviceCopies(task, live, stream, shift=shift)
         for _ in range(2):
             done = copies.run_and_digest(bucket, {}) if verify else copies.run(bucket, {})
             assert done.event.query()
             assert done.result() == (expected if verify else 0)
-        assert DeviceDigest(task, stream).run(bucket).result() == digest_bucket(bucket, [lg.segment for lg in task.landings])
+        digest = DeviceDigest(task, stream, shift=shift).run(bucket).result()
+        assert digest == digest_bucket(bucket, [landing.segment for landing in task.landings])
     assert len(live) == len(rank.buffers)
     for ours, theirs in zip(live, rank.buffers, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
