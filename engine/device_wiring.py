@@ -65,9 +65,10 @@ class Shares:
         places = frozenset(in_place)
         rings, privates = [0], [0]
         for recipe in recipes:
-            ringed = not places.isdisjoint(recipe.task.receivers)
+            ringed = not places.isdisjoint(recipe.task.receivers) and not recipe.lent_whole
             rings.append(aligned(recipe.task.nbytes) if ringed else 0)
-            privates.append(recipe.layout.without_bucket if ringed else recipe.layout.with_bucket)
+            assembled = not ringed and not recipe.lent_whole
+            privates.append(recipe.layout.with_bucket if assembled else recipe.layout.without_bucket)
         ring, private = sum(rings), sum(privates)
         share = watermark * ring // (ring + private) if ring + private > watermark else ring
         ring = max(share, *rings)
@@ -110,6 +111,11 @@ class DeviceRig:
     def lent(self) -> dict[int, Mapping[int, torch.Tensor]]:
         """Tasks of which segments are sent from where they lie."""
         return {index: recipe.lent for index, recipe in self.recipes.items() if recipe.lent}
+
+    @property
+    def not_assembled(self) -> dict[int, int]:
+        """Tasks that are sent from where they lie as a whole, and the temporary bytes that they need all the same."""
+        return {index: recipe.layout.without_bucket for index, recipe in self.recipes.items() if recipe.lent_whole}
 
     def stages(
         self, memory: TaskMemory, workers: Workers, scope: TaskScope, config: TransferConfig

@@ -106,6 +106,7 @@ class Wiring:
         self._routes = routes = {r: self._senders[self.kinds[t]] for t, ranks in enumerate(self.receivers) for r in ranks}
         self._memory = TaskMemory(resolved.pool, routes)
         self._lends = frozenset(lent)
+        self._not_assembled = {} if rig is None else rig.not_assembled
         self._h2d, self._prepare = self._make_stages(resolved, frozenset(lent))
         self._send = SendStage(
             tasks=self._tasks, memory=self._memory, routes=routes, on_receiver_error=self._receiver_lost, lent=lent
@@ -144,15 +145,16 @@ class Wiring:
             if there:
                 device = CudaDevice(home)
                 rig = DeviceRig.resolve(program, device, held=held, kinds=kinds, config=config)
+                needs = rig.not_assembled
                 return Resolved(
                     program=program, kinds=kinds, receivers=receivers, recipes={}, rig=rig, device=device.device,
                     pool=BufferPool(device.empty(aligned(rig.shares.private))),
-                    columns=TaskColumns.of([_row(task) for task in program.tasks]),
+                    columns=TaskColumns.of([_row(task, needs.get(task.index, task.tmp_bytes)) for task in program.tasks]),
                 )  # fmt: skip
             recipes = build_recipes(program, buffers, _file_buffers(sources[source.rank]))
-            needs = [(recipe.task, recipe.layout) for recipe in recipes.values()]
-            pool = BufferPool.private(private_capacity(needs, config.watermark, in_place=placed))
-            columns = TaskColumns.of([_row(task) for task in program.tasks])
+            layouts = [(recipe.task, recipe.layout) for recipe in recipes.values()]
+            pool = BufferPool.private(private_capacity(layouts, config.watermark, in_place=placed))
+            columns = TaskColumns.of([_row(task, task.tmp_bytes) for task in program.tasks])
             return Resolved(
                 program=program, kinds=kinds, receivers=receivers, recipes=recipes, pool=pool, columns=columns
             )  # fmt: skip
@@ -267,9 +269,13 @@ class Wiring:
         targets = frozenset(receiver.target for receiver in task.receivers) & live
         stages = _stages(task, sent=bool(targets))
         return TaskSpec(
-            index=task.index, group=task.group, tmp_bytes=task.tmp_bytes, stages=stages, targets=targets,
+            index=task.index, group=task.group, tmp_bytes=self._tmp_bytes(task), stages=stages, targets=targets,
             lends=bool(targets) and task.index in self._lends,
         )  # fmt: skip
+
+    def _tmp_bytes(self, task: SourceTask) -> int:
+        """What a task holds of the temporary memory: no bucket, if all of it is sent from where it lies."""
+        return self._not_assembled.get(task.index, task.tmp_bytes)
 
     def drop_targets(self, targets: Iterable[int]) -> None:
         """Send nothing more to ``targets``; their links close."""
@@ -354,8 +360,8 @@ def _stages(task: SourceTask, *, sent: bool) -> tuple[StageName, ...]:
     return tuple(stage for stage, runs in found if runs)
 
 
-def _row(task: SourceTask) -> TaskRow:
-    return TaskRow(task.index, task.group, task.tmp_bytes, task.nbytes, _stages(task, sent=bool(task.receivers)))
+def _row(task: SourceTask, tmp_bytes: int) -> TaskRow:
+    return TaskRow(task.index, task.group, tmp_bytes, task.nbytes, _stages(task, sent=bool(task.receivers)))
 
 
 def _lent(recipes: Mapping[int, Recipe], kinds: Mapping[int, str]) -> dict[int, dict[int, torch.Tensor]]:

@@ -74,15 +74,22 @@ class DevicePrepareStage(PrepareStage):
         for _, arrival in post_receives(gather, task, holding, bucket):
             await failures.ended(arrival)
         failures.check()
+        assert recipe.kernels is not None
+        found = 0 if recipe.kernels.idle else await self._run(recipe, bucket, holding)
+        if push == self._push:
+            self._digests[task.index] = found
+            self._ended_here(task.index, push)
+
+    async def _run(self, recipe: DeviceRecipe, bucket: torch.Tensor, holding: Holding) -> int:
+        """Launch a task's kernels and wait for their end; the bucket's digest, 0 without digests."""
         digest = self._digest_rows.spare()
         if digest is None:
             digest = await self._workers.submit(self._digest_rows.make)
         launched = self._workers.submit(self._lane.run, self._launch, recipe, bucket, holding, digest)
         await self._lane.after(launched, (recipe, bucket, holding, digest))
-        if push == self._push:
-            self._digests[task.index] = digest.value if self._verify else 0
-            self._ended_here(task.index, push)
+        found = digest.value if self._verify else 0
         self._digest_rows.give_back(digest)
+        return found
 
     def _launch(self, recipe: DeviceRecipe, bucket: torch.Tensor, holding: Holding, digest: HostDigest) -> None:
         assert recipe.kernels is not None

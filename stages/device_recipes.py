@@ -95,6 +95,11 @@ class DeviceRecipe:
     lent: Mapping[int, torch.Tensor]
     scratch: int
 
+    @property
+    def lent_whole(self) -> bool:
+        """All of the task is sent from where it lies: no bucket is assembled."""
+        return bool(self.lent) and all(one.offset in self.lent for one in self.task.segments if one.nbytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:

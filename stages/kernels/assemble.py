@@ -77,6 +77,11 @@ class BucketKernels:
         self.program = Program(_tables_of(self.parts, verify=verify), device) if triton else None
         self.tmp_nbytes = self.program.tmp_nbytes if self.program is not None else 0
 
+    @property
+    def idle(self) -> bool:
+        """There is nothing to do: all is sent from where it lies, and nothing is digested."""
+        return not self._verify and all(isinstance(part, Hashed) for part in self.parts)
+
     def run(
         self, bucket: torch.Tensor, given: torch.Tensor | None, limbs: torch.Tensor, scratch: torch.Tensor | None = None
     ) -> None:
@@ -113,7 +118,7 @@ def assemble(
             the gather has brought for this run.
         limbs: where to add the digest up (int64, `LIMBS`), for example over the buckets of a receiver; new zeros if not
             given.
-        scratch: temporary memory (1-d uint8, aligned to 8 bytes) of ``kernels.tmp_nbytes``; allocated if not given.
+        scratch: temporary memory (1-d uint8, aligned to 16 bytes) of ``kernels.tmp_nbytes``; allocated if not given.
 
     Returns:
         ``limbs``. Copy them to pinned memory behind the launches and give them to `read_digest`.

@@ -22,6 +22,9 @@ from .views import View, matrices
 
 _ALIGN = 256
 
+_LARGE_NBYTES = 1 << 20
+"""What is only copied, contiguous and at least this large, is left to the device's own copy."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Landed:
@@ -62,6 +65,7 @@ class LandingKernels:
         self._verify = verify
         self._landings = tuple(landing for landing in landings if landing.places and landing.places[0].numel())
         self._programs: list[tuple[Program, int]] = []
+        self._whole: list[tuple[Landed, torch.Tensor]] = []
         self.scratch_nbytes = 0
         self.triton = runs_triton(backend, device)
         if self.triton:
@@ -74,7 +78,10 @@ class LandingKernels:
         for landing in self._landings:
             if not self._verify:
                 for place in landing.places:
-                    _copy(content, landing, place)
+                    if place.is_contiguous() and place.nbytes >= _LARGE_NBYTES:
+                        self._whole.append((landing, _bytes(place)))
+                    else:
+                        _copy(content, landing, place)
                 continue
             first, *more = landing.places
             self._land(content, landing, first)
@@ -121,6 +128,8 @@ class LandingKernels:
             return
         scratch = torch.empty(self.scratch_nbytes + _ALIGN, dtype=torch.uint8, device=self.device)
         at = -(-scratch.data_ptr() // _ALIGN) * _ALIGN
+        for landing, place in self._whole:
+            place.copy_(_content(landing, bucket, place.numel()), non_blocking=True)
         for program, row in self._programs:
             program.run(bucket.data_ptr(), at, limbs[row])
 
@@ -129,7 +138,7 @@ class LandingKernels:
             digests = []
             for place in landing.places:
                 nbytes = place.numel() * place.element_size()
-                source = bucket[landing.offset : landing.offset + nbytes] if landing.elsewhere is None else landing.elsewhere
+                source = _content(landing, bucket, nbytes)
                 place.detach().copy_(source.view(place.dtype).view(place.shape))
                 if not self._verify:
                     continue
@@ -171,6 +180,15 @@ def _read_from(landing: Landed, dtype: torch.dtype) -> tuple[torch.Tensor | None
     if landing.elsewhere is None:
         return None, landing.offset // dtype.itemsize
     return landing.elsewhere.view(dtype), 0
+
+
+def _content(landing: Landed, bucket: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """A segment's bytes, where they are read from."""
+    return bucket[landing.offset : landing.offset + nbytes] if landing.elsewhere is None else landing.elsewhere
+
+
+def _bytes(place: torch.Tensor) -> torch.Tensor:
+    return place.detach().as_strided((place.numel(),), (1,)).view(torch.uint8)
 
 
 def _copy(tables: Tables, landing: Landed, place: torch.Tensor) -> None:

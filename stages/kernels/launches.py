@@ -11,12 +11,14 @@ import torch
 from . import tiles, xxh3, xxh3_short
 from .language import INTERPRETED
 from .mixing import ACCUMULATORS, SECRET
-from .tables import UNIT, CopyKind, Pieces, QuantizeKind, Tables
+from .tables import UNIT, CopyKind, LeafKind, Pieces, QuantizeKind, Tables
 
 LIMBS = 4
 """A digest on a device: int64 values that each count one 32-bit limb of the sum, least first."""
 
-_HASH_TILE = 8
+_ALIGNED = 16
+_ELEMENTS_A_WARP = 1024
+_MOST_WARPS = 16
 _LEAVES_EACH = 4
 _SHORT_EACH = 32
 
@@ -42,32 +44,32 @@ class Launch(NamedTuple):
     arguments: Arguments
     constants: Mapping[str, Any]
 
-    def run(self, memory: Memory) -> None:
-        self.kernel[self.grid](*self.arguments(memory), **self.constants)
+    def compiled(self, device: torch.device) -> Start:
+        """What starts it on the current stream of ``device``, the calling thread's current one.
 
-    def warm(self) -> None:
-        """Compile it and load it, without a launch: in the first push that would take seconds."""
-        compiled = self.kernel.warmup(*self.arguments(_ALIKE), grid=self.grid, **self.constants)
-        load = getattr(compiled, "_init_handles", None)  # Triton has no public call for it
-        if load is not None:
-            load()
+        Compiles and loads what was not compiled yet in this process, which takes seconds: in the first push that would be too
+        late. What is compiled is started directly, as Triton's tutorials do: to ask again each time whether arguments are of
+        the kinds that it was compiled for takes longer than all else.
+        """
+        if INTERPRETED:
+            return lambda memory: self.kernel[self.grid](*self.arguments(memory), **self.constants)
+        key = (device, self.kernel, *self.constants.items())
+        if key not in _COMPILED:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                _COMPILED[key] = self.kernel.warmup(*self.arguments(_ALIKE), grid=self.grid, **self.constants)
+                _ = _COMPILED[key][1, 1, 1]  # loads it
+        start, arguments = _COMPILED[key][*self.grid, 1, 1], self.arguments
+        constants = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
+        return lambda memory: start(*arguments(memory), *constants)
 
+
+Start = Callable[[Memory], object]
 
 _ALIKE = Memory(0, 0, torch.int64, torch.int32, torch.int64)  # type: ignore[arg-type]
 """What a run's memory looks like to the compiler: types, and addresses that 16 divides."""
 
-_WARM: set[tuple[object, ...]] = set()
+_COMPILED: dict[tuple[object, ...], Any] = {}
 """What was compiled in this process, for which device."""
-
-
-def warm(launches: Sequence[Launch], device: torch.device) -> None:
-    """Compile and load all launches that this process has not compiled yet. Takes seconds: off the loop."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for launch in launches:
-            key = (device, launch.kernel, *launch.constants.items())
-            if key not in _WARM:
-                launch.warm()
-                _WARM.add(key)
 
 
 class Program:
@@ -84,14 +86,13 @@ class Program:
         self._device = device
         self._sums, self._groups = tables.blocks * 8, tables.groups
         self.tmp_nbytes = self._sums * 8 + self._groups * 4
-        self._launches = [
+        launches = [
             *_copies(tables.copies, device),
             *_quantizing(tables.quantize, device),
             *_copies(tables.returns, device),
             *_hashing(tables, device),
         ]
-        if not INTERPRETED:
-            warm(self._launches, device)
+        self._starts = [launch.compiled(device) for launch in launches]
 
     def run(self, source: int, dest: int, limbs: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
         """Launch on the current stream.
@@ -100,15 +101,23 @@ class Program:
             source: address that relative sources lie at.
             dest: address that relative destinations lie at.
             limbs: where the digest is added up.
-            scratch: temporary memory (1-d uint8, aligned to 8 bytes) of `tmp_nbytes`; allocated if not given.
+            scratch: temporary memory (1-d uint8) of `tmp_nbytes`; allocated if not given.
+
+        Raises:
+            ValueError: something does not begin at a multiple of 16 bytes, as compiled kernels take it to.
         """
         if scratch is None:
             scratch = torch.empty(self.tmp_nbytes, dtype=torch.uint8, device=self._device)
+        for name, address in (("source", source), ("dest", dest), ("limbs", limbs.data_ptr()), ("scratch", scratch.data_ptr())):
+            if address % _ALIGNED and not INTERPRETED:
+                raise ValueError(f"{name} begins {address % _ALIGNED} bytes after a multiple of {_ALIGNED}")
         sums = scratch[: self._sums * 8].view(torch.int64)
-        absmax = scratch[self._sums * 8 : self.tmp_nbytes].view(torch.int32).zero_()
+        absmax = scratch[self._sums * 8 : self.tmp_nbytes].view(torch.int32)
+        if self._groups:
+            absmax.zero_()
         memory = Memory(source, dest, sums, absmax, limbs)
-        for launch in self._launches:
-            launch.run(memory)
+        for start in self._starts:
+            start(memory)
 
 
 def _upload(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, tuple[int]]:
@@ -132,6 +141,7 @@ def _copy(kind: CopyKind, pieces: torch.Tensor, piece_of: torch.Tensor, grid: tu
 def _quantizing(quantize: Mapping[QuantizeKind, Pieces], device: torch.device) -> list[Launch]:
     """Magnitudes of all groups that need them before any quantizing: pieces of one group may be of different kinds."""
     before, after = [], []
+    hardware = _converts(device)
     for kind, pieces in quantize.items():
         uploaded = _upload(pieces, device)
         constants = {
@@ -139,20 +149,34 @@ def _quantizing(quantize: Mapping[QuantizeKind, Pieces], device: torch.device) -
             "GROUP_ROWS": kind.group[0], "GROUP_COLUMNS": kind.group[1],
         }  # fmt: skip
         if not kind.whole:
-            before.append(_absmax(constants, *uploaded))
-        after.append(_quantize({**constants, "WHOLE": kind.whole, "POW2": kind.pow2, "HARDWARE": False}, *uploaded))
+            before.append(_absmax(dict(constants), *uploaded))
+        constants |= {"WHOLE": kind.whole, "POW2": kind.pow2, "STEPS": 0 if kind.pow2 else 2, "HARDWARE": hardware}
+        after.append(_quantize(constants, *uploaded))
     return before + after
 
 
 def _absmax(constants: Mapping[str, Any], pieces: torch.Tensor, piece_of: torch.Tensor, grid: tuple[int]) -> Launch:
-    return Launch(tiles.absmax_tiles, grid, lambda memory: (memory.source, pieces, piece_of, memory.absmax), constants)
+    def arguments(memory: Memory) -> tuple[Any, ...]:
+        return memory.source, pieces, piece_of, memory.absmax
+
+    return Launch(tiles.absmax_tiles, grid, arguments, {**constants, "num_warps": _warps(constants)})
 
 
 def _quantize(constants: Mapping[str, Any], pieces: torch.Tensor, piece_of: torch.Tensor, grid: tuple[int]) -> Launch:
     def arguments(memory: Memory) -> tuple[Any, ...]:
         return memory.source, memory.dest, pieces, piece_of, memory.absmax
 
-    return Launch(tiles.quantize_tiles, grid, arguments, {**constants, "num_warps": 8})
+    return Launch(tiles.quantize_tiles, grid, arguments, {**constants, "num_warps": _warps(constants)})
+
+
+def _warps(constants: Mapping[str, Any]) -> int:
+    """For a tile that is kept in registers."""
+    return min(max(constants["ROWS"] * constants["COLUMNS"] // _ELEMENTS_A_WARP, 1), _MOST_WARPS)
+
+
+def _converts(device: torch.device) -> bool:
+    """Whether the device itself converts to e4m3."""
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _hashing(tables: Tables, device: torch.device) -> list[Launch]:
@@ -163,7 +187,7 @@ def _hashing(tables: Tables, device: torch.device) -> list[Launch]:
         leaves = _padded(tables.long, _LEAVES_EACH).to(device)
         for kind, units in tables.units.items():
             unit_leaf = torch.tensor(units, dtype=torch.int32, device=device)
-            launches.append(_block_sums(leaves, unit_leaf, secret, copied=kind.copied, aligned=kind.aligned))
+            launches.append(_block_sums(leaves, unit_leaf, secret, kind))
         launches.append(_finish(leaves, secret))
     if tables.short:
         short = _padded(tables.short, _SHORT_EACH).to(device)
@@ -182,8 +206,8 @@ def _words(words: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([word - 2**64 if word >= 2**63 else word for word in words], dtype=torch.int64, device=device)
 
 
-def _block_sums(leaves: torch.Tensor, unit_leaf: torch.Tensor, secret: torch.Tensor, *, copied: bool, aligned: bool) -> Launch:
-    constants = {"UNIT": UNIT, "TILE": _HASH_TILE, "COPY": copied, "ALIGNED": aligned}
+def _block_sums(leaves: torch.Tensor, unit_leaf: torch.Tensor, secret: torch.Tensor, kind: LeafKind) -> Launch:
+    constants = {"UNIT": UNIT, "COPY": kind.copied, "ALIGNED": kind.aligned, "STRIDED": kind.strided}
     grid = (len(unit_leaf),)
 
     def arguments(memory: Memory) -> tuple[Any, ...]:

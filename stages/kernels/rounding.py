@@ -1,7 +1,8 @@
 """Rounding to the wire types, as bit patterns, for kernels to call.
 
 Nothing here relies on a cast to bfloat16 or float8: Triton's interpreter and its compiler do not agree on those. The
-operations used are integer ones, IEEE additions and IEEE divisions, and they give the same bits everywhere.
+operations used are integer ones, and IEEE additions, divisions and fused multiplications; they give the same bits
+everywhere. The GPU's own conversion to e4m3 is used where it exists, since it was checked to agree.
 
 To nearest even at ``n`` bits less of mantissa: add half of the last place that stays, less one, plus that place's own bit,
 then drop the rest. Subnormals of the narrow type are instead rounded by one IEEE addition: a number whose last place is
@@ -10,7 +11,7 @@ the subnormals' step is added, so that the sum's mantissa counts steps, to neare
 
 from __future__ import annotations
 
-from .language import constant, jit, tl
+from .language import INTERPRETED, constant, jit, tl
 
 FLOAT32 = constant(0)
 BFLOAT16 = constant(1)
@@ -20,8 +21,7 @@ MAGNITUDE = constant(0x7FFFFFFF)
 INFINITY = constant(0x7F800000)
 NAN = constant(0x7FC00000)
 
-# half a step of e4m3 less 4 last places of float32, as multiples of `encode_e4m3`'s anchor
-_NEARLY_HALF = constant(2.0**-24 - 2.0**-41)
+_INTERPRETED = constant(INTERPRETED)
 
 
 @jit
@@ -83,31 +83,68 @@ def store_rounded(
 
 
 @jit
-def encode_e4m3(value: tl.tensor, keep: tl.tensor) -> tl.tensor:
-    """Float32 values of at most 448 in magnitude to e4m3 codes (int32).
+def encode_e4m3(value: tl.tensor) -> tl.tensor:
+    """Float32 values of at most 448 in magnitude to e4m3 codes (int32), for GPUs that have no conversion of their own.
 
     ``2**(e + 20)`` has as its last place the step between e4m3 numbers of exponent ``e``: added to a magnitude of that
     exponent, the sum's mantissa counts steps, rounded to nearest even by the addition. Below ``2**-6`` the step stays that
     of ``e = -6``, so that subnormals are no special case.
-
-    Args:
-        value: of any shape.
-        keep: a mask for the bits of magnitudes: 0 where all is to be taken as zero, what a NaN or an infinity is not.
-
-    Returns:
-        Codes (int32), and by how much each value is closer to a tie than 4 of its last places (negative: not so close).
     """
     bits = bits_of(value)
-    magnitude = bits & keep
+    magnitude = bits & MAGNITUDE
     exponent = tl.maximum(magnitude & INFINITY, 121 << 23)
     anchor = exponent + (20 << 23)
-    total = float_of(magnitude) + float_of(anchor)
-    steps = bits_of(total) - anchor
-    code = steps + (exponent >> 20) - (121 << 3)
-    # exact: both are multiples of the last place of `value`, and differ by half a step at most
-    dropped = float_of(magnitude) - (total - float_of(anchor))
-    doubt = tl.abs(dropped) - float_of(anchor) * _NEARLY_HALF
-    return code | ((bits >> 24) & 0x80), doubt
+    steps = bits_of(float_of(magnitude) + float_of(anchor)) - anchor
+    return (steps + (exponent >> 20) - (121 << 3)) | ((bits >> 24) & 0x80)
+
+
+@jit
+def fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    """``a * b + c``, rounded once (float32).
+
+    The interpreter's own rounds twice. There the sum is rounded to odd in float64, of which the last rounding, to 24 bits,
+    makes what it would make of the exact one (Boldo and Melquiond, 2008); the product is exact in float64.
+    """
+    if _INTERPRETED:
+        product, term = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
+        total = product + term
+        part = total - product
+        lost = (product - (total - part)) + (term - part)
+        bits = total.to(tl.int64, bitcast=True)
+        odd = tl.where((lost > 0) == (total > 0), bits + 1, bits - 1)
+        bits = tl.where((lost != 0) & (bits % 2 == 0), odd, bits)
+        return bits.to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@jit
+def quotient(value: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor, STEPS: tl.constexpr) -> tl.tensor:
+    """``value / scale`` as IEEE 754 rounds it, without a division for each element.
+
+    The product with the reciprocal is within 2 last places of the quotient. The residual of a quotient that is off by less
+    than a last place is exact (`fused`), so the first step leaves an error of little more than half a last place. From
+    there the second leaves the correctly rounded quotient: Markstein's theorem (IBM J. Res. Dev. 34, 1990), which asks
+    for a correctly rounded reciprocal, for a quotient off by less than one last place, and that nothing overflows or
+    underflows:
+
+    - magnitudes are at most 448 scales, and scales are from 2**-49 to 2**120, as are their reciprocals;
+    - the last place of a residual is that of the quotient times that of the scale. Quotients from 2**-11 on leave 2**-106
+      or more, which float32 holds. Smaller ones have code 0 and stay smaller: an inexact residual, at most 2**-150 off,
+      changes them by at most 2**-101.
+
+    The signs are such that a negative zero stays one.
+
+    Args:
+        value: float32, of any shape.
+        scale: float32, as `scale_of` gives them.
+        reciprocal: 1 / scale, correctly rounded.
+        STEPS: 2; 0 if scales are powers of two, whose products with a reciprocal are exact.
+    """
+    result = value * reciprocal
+    for _ in tl.static_range(STEPS):
+        result = fused(fused(result, scale, -value), -reciprocal, result)
+    return result
 
 
 @jit

@@ -53,10 +53,11 @@ class QuantizeKind(NamedTuple):
 
 
 class LeafKind(NamedTuple):
-    """Long leaves that share a launch."""
+    """Long leaves that share a launch. ``strided``: copied out of rows with gaps between them."""
 
     copied: bool
     aligned: bool
+    strided: bool
 
 
 @dataclass(slots=True)
@@ -142,9 +143,13 @@ class Tables:
             self.groups += -(-part.shape[0] // how.group(part.shape)[0]) * across
 
     def add_leaves(self, content: View, leaves: Leaves, copied_from: View | None = None) -> None:
-        """Hash the bytes of a contiguous matrix, after copying them there if ``copied_from`` (contiguous too) is given."""
+        """Hash the bytes of a contiguous matrix, after copying them there from where `can_copy_by_leaves` says so."""
         address, relative = content.place
         source, from_given = (0, False) if copied_from is None else copied_from.place
+        strided = copied_from is not None and not copied_from.contiguous
+        width, step = (0, 0)
+        if copied_from is not None and strided:
+            width, step = (count * copied_from.itemsize for count in (copied_from.shape[1], copied_from.strides[0]))
         for start, stop, seed in leaf_bounds(leaves):
             signed = seed - 2**64 if seed >= 2**63 else seed
             at = [address + start, int(relative), stop - start, signed]
@@ -153,10 +158,11 @@ class Tables:
                 if copied_from is not None:
                     self.add_copy(copied_from.cut(start, stop), content.cut(start, stop))
                 continue
-            aligned = (address + start) % 16 == 0 and (source + start) % 16 == 0
-            units = self.units[LeafKind(copied_from is not None, aligned)]
+            first_byte = source if strided else source + start
+            aligned = (address + start) % 16 == 0 and first_byte % 16 == 0
+            units = self.units[LeafKind(copied_from is not None, aligned, strided)]
             blocks = -(-((stop - start - 1) // 64) // (BLOCK // 64))
-            self.long.append([*at, self.blocks, len(units), source + start, int(from_given)])
+            self.long.append([*at, self.blocks, len(units), first_byte, int(from_given), start if strided else 0, width, step])
             units.extend([len(self.long) - 1] * -(-blocks // UNIT))
             self.blocks += blocks
 
@@ -180,12 +186,20 @@ def _add_copy(copies: defaultdict[CopyKind, Pieces], read: View, write: View) ->
 
 
 def can_copy_by_leaves(read: View, write: View, leaves: Leaves) -> bool:
-    """Whether a copy and its digest can be done in one pass: bits as they are, contiguous, leaves at multiples of 16 bytes."""
-    plain = read.dtype == write.dtype and read.contiguous and write.contiguous
+    """Whether a copy and its digest can be done in one pass: bits as they are, to one place, leaves at multiples of 16 bytes;
+    from one place, or from rows that are multiples of 16 bytes apart and long (then no leaf may be short).
+    """
+    if read.dtype != write.dtype or not write.contiguous or write.place[0] % 16:
+        return False
     # a leaf begins at multiples of the block's size, and of the leaf's where a block has several
     several = leaves.block_nbytes > leaves.leaf_nbytes
-    even = (leaves.blocks == 1 or leaves.block_nbytes % 16 == 0) and (not several or leaves.leaf_nbytes % 16 == 0)
-    return plain and even and write.place[0] % 16 == 0
+    if not ((leaves.blocks == 1 or leaves.block_nbytes % 16 == 0) and (not several or leaves.leaf_nbytes % 16 == 0)):
+        return False
+    if read.contiguous:
+        return True
+    width, step = read.shape[1] * read.itemsize, read.strides[0] * read.itemsize
+    rows = read.strides[1] == 1 and width % 16 == 0 and step % 16 == 0 and step > 0 and width < 2**31 - 2**16
+    return rows and read.place[0] % 16 == 0 and all(stop - start > LONGEST_SHORT for start, stop, _ in leaf_bounds(leaves))
 
 
 def check_format(how: Fp8Format) -> None:

@@ -22,6 +22,7 @@ from .rounding import (
     float_of,
     load_float32,
     pointer_to,
+    quotient,
     scale_of,
     store_rounded,
 )
@@ -33,7 +34,6 @@ side by side, its first row and column in the tensor, the tensor's first group, 
 the scales are written (address, is it relative to ``dest``)."""
 
 _FIELDS = constant(PIECE_FIELDS)
-_STRIP = constant(16)
 
 
 @jit
@@ -175,16 +175,12 @@ def quantize_tiles(
     source: tl.int64, dest: tl.int64, pieces: tl.tensor, piece_of: tl.tensor, absmax: tl.tensor,
     FROM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
     GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
-    WHOLE: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    WHOLE: tl.constexpr, POW2: tl.constexpr, STEPS: tl.constexpr, HARDWARE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the codes of IEEE quotients, and the scales of groups whose first element is in the tile.
 
-    A tile is read strip by strip: for the largest magnitude, then (by now from the cache) for the codes. Keeping it in
-    registers instead would leave room for few programs at a time, and memory idle between their phases.
-
-    The product with a scale's reciprocal is within 3 last places of the quotient, so it has the same code unless a tie
-    between two codes lies as near. Then, and only then, the tile is done again by division. Powers of two have exact
-    reciprocals.
+    A tile is read once, and kept in registers from the search for the largest magnitude to the codes: it takes a warp for each
+    1024 elements.
 
     Args:
         source: address that relative sources lie at.
@@ -193,7 +189,8 @@ def quantize_tiles(
         piece_of: piece of each program (int32).
         absmax: of each group (int32), as `absmax_tiles` left it; not read if ``WHOLE``.
         WHOLE: every tile holds all of its group.
-        HARDWARE: divide, and round with the GPU's own conversion, which has the same results on finite values.
+        STEPS: see `quotient`.
+        HARDWARE: round with the GPU's own conversion, which has the same results on finite values.
     """
     piece, top, left = _tile(pieces, piece_of, ROWS, COLUMNS, VECTOR)
     # read once: the compiler must take it that stores change the table
@@ -203,66 +200,43 @@ def quantize_tiles(
     scales = (tl.load(piece + 16) + tl.load(piece + 17) * dest).to(tl.pointer_type(tl.float32))
     read, read_down, read_across = _side(piece, 0, source, VECTOR)
     write, write_down, write_across = _side(piece, 4, dest, VECTOR)
-    columns = left + tl.arange(0, COLUMNS)
-    # how far the tile is from where its group begins, to the left
-    off_left = column
-    if GROUP_COLUMNS > 0:
-        off_left = column % GROUP_COLUMNS
-    largest = tl.zeros([_STRIP], tl.int32)
+    rows, columns = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
+    mask = _inside(rows, columns, height, width)
+    value = load_float32(read, _offsets(rows, columns, read_down, read_across, VECTOR), mask, FROM, VECTOR)
     if WHOLE:
-        most = tl.zeros([_STRIP, COLUMNS], tl.int32)
-        for strip in tl.static_range(0, ROWS, _STRIP):
-            rows = top + strip + tl.arange(0, _STRIP)
-            mask = _inside(rows, columns, height, width)
-            value = load_float32(read, _offsets(rows, columns, read_down, read_across, VECTOR), mask, FROM, VECTOR)
-            most = tl.maximum(most, bits_of(value) & MAGNITUDE)
-        largest += tl.max(tl.max(most, axis=1), axis=0)
-    # what makes the tile be done again: a tie too near, or a group that is not finite
-    worst = tl.full([_STRIP, COLUMNS], -1.0, tl.float32)
-    odd = largest
-    for strip in range(0, ROWS, _STRIP):
-        rows = top + strip + tl.arange(0, _STRIP)
-        mask = _inside(rows, columns, height, width)
-        value = load_float32(read, _offsets(rows, columns, read_down, read_across, VECTOR), mask, FROM, VECTOR)
-        if not WHOLE:
-            present = (rows >= 0) & (rows < height)
-            group = _group_of_rows(rows, row, column, groups_across, GROUP_ROWS, GROUP_COLUMNS)
-            largest = tl.load(absmax + first + group, mask=present, other=0)
-            odd = tl.maximum(odd, largest)
-            off_above = row + rows
-            if GROUP_ROWS > 0:
-                off_above = off_above % GROUP_ROWS
-            written = tl.where(largest < INFINITY, scale_of(largest, POW2), float_of(largest * 0 + NAN))
-            tl.store(scales + group, written, mask=present & (off_above + off_left == 0))
-        scale = scale_of(largest, POW2)
-        if HARDWARE:
-            quotient = tl.div_rn(value, tl.broadcast_to(scale[:, None], [_STRIP, COLUMNS]))
-            code = quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            reciprocal = tl.div_rn(scale * 0.0 + 1.0, scale)
-            code, doubt = encode_e4m3(value * reciprocal[:, None], tl.where(largest < INFINITY, MAGNITUDE, 0)[:, None])
-            worst = tl.maximum(worst, doubt)
-        write_at = _offsets(rows, columns, write_down, write_across, VECTOR)
-        tl.store(pointer_to(write, tl.uint8, VECTOR) + write_at, code.to(tl.uint8), mask=mask)
-    if WHOLE:
-        only = tl.max(largest, axis=0)
+        largest = tl.max(tl.max(bits_of(value) & MAGNITUDE, axis=1), axis=0)
         group = (row + tl.maximum(top, 0)) // GROUP_ROWS * groups_across + column // GROUP_COLUMNS
-        tl.store(scales + group, tl.where(only < INFINITY, scale_of(only, POW2), float_of(only * 0 + NAN)))
-    again = tl.max(odd, axis=0) >= INFINITY
-    if not (POW2 or HARDWARE):
-        again = again | (tl.max(tl.max(worst, axis=1), axis=0) >= 0)
-    if again:
+        scale = scale_of(largest, POW2)
+        tl.store(scales + group, _written(scale, largest))
+        odd = largest
+    else:
+        present = (rows >= 0) & (rows < height)
+        group = _group_of_rows(rows, row, column, groups_across, GROUP_ROWS, GROUP_COLUMNS)
+        largest = tl.load(absmax + first + group, mask=present, other=0)
+        scale = scale_of(largest, POW2)
+        # how far the tile is from where its groups begin
+        off_above, off_left = row + rows, column
+        if GROUP_ROWS > 0:
+            off_above = off_above % GROUP_ROWS
+        if GROUP_COLUMNS > 0:
+            off_left = off_left % GROUP_COLUMNS
+        tl.store(scales + group, _written(scale, largest), mask=present & (off_above + off_left == 0))
+        odd = tl.max(largest, axis=0)
+        largest, scale = largest[:, None], scale[:, None]
+    result = quotient(value, scale, tl.div_rn(scale * 0.0 + 1.0, scale), STEPS)
+    if HARDWARE:
+        code = result.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = encode_e4m3(result).to(tl.uint8)
+    codes = pointer_to(write, tl.uint8, VECTOR) + _offsets(rows, columns, write_down, write_across, VECTOR)
+    tl.store(codes, code, mask=mask)
+    if odd >= INFINITY:
+        # a group that is not finite: rare, so that others do not pay for it
         tl.debug_barrier()
-        for strip in range(0, ROWS, _STRIP):
-            rows = top + strip + tl.arange(0, _STRIP)
-            mask = _inside(rows, columns, height, width)
-            value = load_float32(read, _offsets(rows, columns, read_down, read_across, VECTOR), mask, FROM, VECTOR)
-            if not WHOLE:
-                group = _group_of_rows(rows, row, column, groups_across, GROUP_ROWS, GROUP_COLUMNS)
-                largest = tl.load(absmax + first + group, mask=(rows >= 0) & (rows < height), other=0)
-            finite = largest < INFINITY
-            quotient = tl.div_rn(value, tl.broadcast_to(scale_of(largest, POW2)[:, None], [_STRIP, COLUMNS]))
-            code, doubt = encode_e4m3(quotient, tl.where(finite, MAGNITUDE, 0)[:, None])
-            code = tl.where(finite[:, None], code, 0x7F)
-            write_at = _offsets(rows, columns, write_down, write_across, VECTOR)
-            tl.store(pointer_to(write, tl.uint8, VECTOR) + write_at, code.to(tl.uint8), mask=mask)
+        tl.store(codes, tl.full([ROWS, COLUMNS], 0x7F, tl.uint8), mask=mask & (largest >= INFINITY))
+
+
+@jit
+def _written(scale: tl.tensor, largest: tl.tensor) -> tl.tensor:
+    """What is stored as the scale of a group."""
+    return tl.where(largest < INFINITY, scale, float_of(largest * 0 + NAN))

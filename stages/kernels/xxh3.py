@@ -23,9 +23,10 @@ from .language import constant, jit, tl
 from .mixing import LOW, P32_1, P64_1, P64_2, SECRET, avalanche, fold, key, key_at, product, u64
 from .rounding import pointer_to
 
-LEAF_FIELDS = 8
+LEAF_FIELDS = 11
 """int64 values for each long leaf: address, is it relative to ``base``, nbytes, seed, its first block among all blocks, its
-first unit among all units, and where its content comes from if it is copied (address, is it relative to ``source``)."""
+first unit among all units, and where its content comes from if it is copied: address, is it relative to ``source``; and for
+rows with gaps between them, which byte of all rows is the leaf's first, bytes of a row, bytes from row to row."""
 
 LONGEST_SHORT = 240
 """Leaves of at most this many bytes are short."""
@@ -55,11 +56,50 @@ def _aligned_words(address: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tl.
 
 
 @jit
+def _gathered(leaf: tl.tensor, start: tl.tensor, pair: tl.tensor) -> tl.tensor:
+    """Where pairs of words of a leaf whose rows have gaps between them lie, in pairs from where the first row begins.
+
+    Rows are multiples of 16 bytes. ``start``: where the unit begins, in bytes. ``pair``: pairs from there on (int32).
+    """
+    width = tl.load(leaf + 9)
+    at = tl.load(leaf + 8) + start
+    # only the unit's place takes divisions of 64 bits
+    column = (at % width).to(tl.int32) + pair * 16
+    narrow = width.to(tl.int32)
+    down = column // narrow
+    return ((at // width + down) * tl.load(leaf + 10) + (column - down * narrow)) // 16
+
+
+@jit
+def _copy_unit(
+    address: tl.tensor, came_from: tl.tensor, leaf: tl.tensor, start: tl.tensor, stripes: tl.tensor,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr, STRIDED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy the whole stripes of a unit. All is read before anything is written: so it is all on its way at once."""
+    pair = tl.arange(0, UNIT * 64)
+    half = tl.arange(0, 2)
+    local = (pair * 2)[:, None] + half[None, :]
+    index = start * 128 + local
+    mask = index < stripes * 8
+    if STRIDED:
+        from_ = _gathered(leaf, start * 1024, pair) * 2
+        words = _aligned_words(came_from, from_[:, None] + half[None, :], mask)
+    elif ALIGNED:
+        words = _aligned_words(came_from, index, mask)
+    else:
+        words = _words(came_from, index, mask)
+    tl.store(pointer_to(address, tl.int64, True) + index, words.to(tl.int64, bitcast=True), mask=mask)
+
+
+@jit
 def block_sums(
     base: tl.int64, source: tl.int64, leaves: tl.tensor, unit_leaf: tl.tensor, secret: tl.tensor, sums: tl.tensor,
-    UNIT: tl.constexpr, TILE: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
+    UNIT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, STRIDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Add up the blocks of long leaves, a unit of ``UNIT`` blocks of one leaf for each program.
+
+    A thread has two accumulators of a block, side by side as the 16 bytes of a stripe that they take, and goes through the
+    block's stripes by itself: threads have nothing to tell each other. From stripe to stripe the key moves on by a word.
 
     With ``COPY`` the unit is first copied from the leaf's source to its place, which must be aligned to 16 bytes; what is
     hashed is the copy, read back.
@@ -71,6 +111,8 @@ def block_sums(
         unit_leaf: leaf of each unit (int32).
         secret: 24 words of the default secret, then the 8 first accumulators (int64).
         sums: 8 words (int64) for each block.
+        ALIGNED: what is read is aligned to 16 bytes.
+        STRIDED: copied out of rows with gaps between them.
     """
     unit = tl.program_id(0)
     leaf = leaves + tl.load(unit_leaf + unit).to(tl.int64) * _FIELDS
@@ -81,50 +123,47 @@ def block_sums(
     start = (unit - tl.load(leaf + 5)) * UNIT
     # the last 1 to 64 bytes are left to `finish_leaves`
     stripes = (nbytes - 1) // 64
-    flat = tl.arange(0, TILE * 64)
-    block, stripe, pair = flat // 64, flat // 4 % 16, flat % 4
-    even_key = key(secret, stripe + 2 * pair, seed)
-    odd_key = key(secret, stripe + 2 * pair + 1, seed)
     half = tl.arange(0, 2)
-    out = tl.arange(0, TILE)[:, None, None] * 8 + tl.arange(0, 4)[None, :, None] * 2 + half[None, None, :]
-    came_from = address
     if COPY:
         came_from = tl.load(leaf + 6) + tl.load(leaf + 7) * source
         if start + UNIT >= (stripes + 15) // 16:
-            _copy_tail(address, came_from, stripes * 64, nbytes)
-    for step in range(0, UNIT, TILE):
-        position = (start + step + block) * 16 + stripe
-        mask = (position < stripes)[:, None] & (half < 2)[None, :]
-        index = (position * 8 + pair * 2)[:, None] + half[None, :]
-        if COPY:
-            pointer = pointer_to(address, tl.int64, True)
-            if ALIGNED:
-                words = _aligned_words(came_from, index, mask)
-            else:
-                words = _words(came_from, index, mask)
-            tl.store(pointer + index, words.to(tl.int64, bitcast=True), mask=mask)
-            tl.debug_barrier()
-            words = _aligned_words(address, index, mask)
-        elif ALIGNED:
-            words = _aligned_words(address, index, mask)
+            _copy_tail(leaf, address, came_from, stripes * 64, nbytes, STRIDED)
+        _copy_unit(address, came_from, leaf, start, stripes, UNIT, ALIGNED, STRIDED)
+        tl.debug_barrier()
+    flat = tl.arange(0, UNIT * 4)
+    block, pair = start + flat // 4, flat % 4
+    left = stripes - block * 16
+    index = (block * 128 + pair * 2)[:, None] + half[None, :]
+    even_sum, odd_sum = u64(left * 0), u64(left * 0)
+    even_key = u64(tl.load(secret + 2 * pair)) + seed
+    for stripe in tl.static_range(16):
+        mask = (stripe < left)[:, None] & (half < 2)[None, :]
+        if COPY or ALIGNED:
+            words = _aligned_words(address, index + stripe * 8, mask)
         else:
-            words = _words(address, index, mask)
+            words = _words(address, index + stripe * 8, mask)
         even, odd = tl.split(words)
-        inside = position < stripes
-        even_sum = tl.where(inside, product(even ^ even_key) + odd, 0)
-        odd_sum = tl.where(inside, product(odd ^ odd_key) + even, 0)
-        even_sum = tl.sum(tl.reshape(even_sum, [TILE, 16, 4]), axis=1)
-        odd_sum = tl.sum(tl.reshape(odd_sum, [TILE, 16, 4]), axis=1)
-        both = tl.join(even_sum, odd_sum).to(tl.int64, bitcast=True)
-        at = start + step
-        used = (tl.arange(0, TILE)[:, None, None] + at) * 16 < stripes
-        tl.store(sums + (first + at) * 8 + out, both, mask=used & (half < 2)[None, None, :])
+        # words of the secret at even places are added to the seed, the others to its negative
+        word = u64(tl.load(secret + 2 * pair + stripe + 1))
+        odd_key = word - seed if stripe % 2 == 0 else word + seed
+        even_sum += tl.where(stripe < left, product(even ^ even_key) + odd, 0)
+        odd_sum += tl.where(stripe < left, product(odd ^ odd_key) + even, 0)
+        even_key = odd_key
+    both = tl.join(even_sum, odd_sum).to(tl.int64, bitcast=True)
+    out = ((first + block) * 8 + pair * 2)[:, None] + half[None, :]
+    tl.store(sums + out, both, mask=(left > 0)[:, None] & (half < 2)[None, :])
 
 
 @jit
-def _copy_tail(address: tl.tensor, source: tl.tensor, start: tl.tensor, nbytes: tl.tensor) -> None:
-    offset = start + tl.arange(0, 64)
-    value = tl.load(source.to(tl.pointer_type(tl.uint8)) + offset, mask=offset < nbytes, other=0)
+def _copy_tail(
+    leaf: tl.tensor, address: tl.tensor, source: tl.tensor, start: tl.tensor, nbytes: tl.tensor, STRIDED: tl.constexpr
+) -> None:
+    byte = tl.arange(0, 64)
+    offset = start + byte
+    from_ = offset
+    if STRIDED:
+        from_ = _gathered(leaf, start, byte // 16) * 16 + byte % 16
+    value = tl.load(source.to(tl.pointer_type(tl.uint8)) + from_, mask=offset < nbytes, other=0)
     tl.store(address.to(tl.pointer_type(tl.uint8)) + offset, value, mask=offset < nbytes)
 
 

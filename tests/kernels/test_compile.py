@@ -68,25 +68,30 @@ def test_quantizing(capability: int, source: int, vector: bool, pow2: bool) -> N
     shared = {"FROM": source, "VECTOR": vector}
     for rows, columns, group, whole in ((128, 128, (128, 128), True), (32, 128, (1, 0), False), (32, 128, (0, 0), False)):
         groups = {"ROWS": rows, "COLUMNS": columns, "GROUP_ROWS": group[0], "GROUP_COLUMNS": group[1]}
-        text = ptx(tiles.quantize_tiles, capability, 8, **shared, **groups, WHOLE=whole, POW2=pow2, HARDWARE=capability == 90)
+        kind = {"WHOLE": whole, "POW2": pow2, "STEPS": 0 if pow2 else 2, "HARDWARE": capability == 90}
+        text = ptx(tiles.quantize_tiles, capability, rows * columns // 1024, **shared, **groups, **kind)
         assert wide(text, WIDE_LOAD) == vector
-        assert ("st.global.v2.b32" in text) == vector, "eight codes at a time"
+        assert ("st.global.b8" not in text) == vector, "several codes at a time"
         assert "div.rn.f32" in text, "division is IEEE's"
+        assert text.count("div.rn.f32") < 32, "not one for each of a thread's elements"
         assert "div.full" not in text
         assert ("e4m3x2" in text) == (capability == 90), "only where the GPU's own conversion is asked for"
         if not whole:
-            assert wide(ptx(tiles.absmax_tiles, capability, **shared, **groups), WIDE_LOAD) == vector
+            assert wide(ptx(tiles.absmax_tiles, capability, rows * columns // 1024, **shared, **groups), WIDE_LOAD) == vector
 
 
 @pytest.mark.parametrize(
-    ("capability", "copied", "aligned"), [(80, False, True), *itertools.product([90], [False, True], [False, True])]
+    ("capability", "copied", "aligned", "strided"),
+    [(80, False, True, False), (90, True, True, True), *itertools.product([90], [False, True], [False, True], [False])],
 )
-def test_block_sums(capability: int, copied: bool, aligned: bool) -> None:
+def test_block_sums(capability: int, copied: bool, aligned: bool, strided: bool) -> None:
     from syncline.stages.kernels import xxh3
 
-    text = ptx(xxh3.block_sums, capability, UNIT=32, TILE=8, COPY=copied, ALIGNED=aligned)
-    assert wide(text, WIDE_LOAD) == (aligned or copied)
+    text = ptx(xxh3.block_sums, capability, UNIT=32, COPY=copied, ALIGNED=aligned, STRIDED=strided)
+    wides = sum(text.count(instruction) for instruction in WIDE_LOAD)
+    assert wides == 16 * ((aligned or copied) + (copied and aligned)), "all stripes, and all that is copied"
     assert wide(text, WIDE_STORE) == copied
+    assert "shfl" not in text, "threads have nothing to tell each other"
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -125,3 +125,36 @@ def test_copied_and_hashed_in_one_pass(kernels, nbytes: int, misaligned: int) ->
     assert torch.equal(bucket[:256], before[:256])
     assert torch.equal(bucket[256 + nbytes :], before[256 + nbytes :])
     assert digest == expected(source, [(0, part.leaves)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "gap"), [(2, 16, 16), (9, 48, 16), (5, 4096, 32), (3, 33 * 1024 + 16, 64), (70, 1008, 16)]
+)
+@pytest.mark.parametrize("leaf", [1024, LEAF, 10 * 1024 + 16])
+def test_rows_with_gaps_are_copied_and_hashed_in_one_pass(kernels, rows: int, width: int, gap: int, leaf: int) -> None:
+    """Leaves begin in the middle of rows, rows in the middle of leaves."""
+    room = memory(rows * (width + gap), kernels.device, seed=rows)
+    source = room.view(rows, width + gap)[:, :width]
+    nbytes = rows * width
+    part = Part(
+        offset=256, shape=(rows, width), dtype=torch.uint8, pieces=(Piece(view=View.of(source)),), leaves=one(nbytes, leaf=leaf)
+    )
+    view = part.pieces[0].view
+    long = all(min(leaf, nbytes - at) > 240 for at in range(0, nbytes, leaf))
+    assert kernels.tables.can_copy_by_leaves(view, part.place(part.pieces[0]), part.leaves) == long
+    bucket = memory(nbytes + 512, kernels.device, seed=1)
+    before = bucket.clone()
+    recipe = kernels.assemble.BucketKernels([part], kernels.device, backend="triton")
+    digest = kernels.assemble.read_digest(kernels.assemble.assemble(bucket, recipe))
+    assert torch.equal(bucket[256 : 256 + nbytes].view(rows, width), source)
+    assert torch.equal(bucket[:256], before[:256])
+    assert torch.equal(bucket[256 + nbytes :], before[256 + nbytes :])
+    assert digest == expected(source.contiguous().view(-1), [(0, part.leaves)])
+
+
+def test_rows_that_begin_between_multiples_of_16_bytes_are_copied_first(kernels) -> None:
+    for width, gap, start in ((1000, 16, 0), (1008, 8, 0), (1008, 16, 8)):
+        room = memory(8 * (width + gap) + start, kernels.device)[start:]
+        view = View.of(room.view(8, width + gap)[:, :width])
+        write = View(base=None, offset=0, shape=(8, width), strides=(width, 1), dtype=torch.uint8)
+        assert not kernels.tables.can_copy_by_leaves(view, write, one(8 * width))

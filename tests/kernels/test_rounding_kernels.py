@@ -1,7 +1,8 @@
-"""Every bit pattern through the kernels' rounding, and the ties that decide whether a product may stand for a quotient."""
+"""Every bit pattern through the kernels' rounding, and quotients where a product with the reciprocal would go wrong."""
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -131,20 +132,42 @@ def test_products_alone_would_be_wrong() -> None:
     assert not torch.equal(reference.encode_e4m3(product), reference.encode_e4m3(quotient))
 
 
+def nearest(value: Fraction) -> np.float32:
+    """A fraction as float32, by exact comparison with the halves between neighbours; to even at a tie."""
+    near = np.float32(float(value))
+    around = sorted({np.nextafter(near, np.float32(side * np.inf)) for side in (-1, 1)} | {near})
+    return min(around, key=lambda one: (abs(Fraction(float(one)) - value), int(one.view(np.int32)) & 1))
+
+
+def fused(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
+    return nearest(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
+
+
 @given(st.integers(1, 2**24 - 1), st.integers(2**23, 2**24 - 1), st.integers(-30, 30))
-def test_a_product_with_the_reciprocal_is_three_last_places_off_at_most(numerator: int, divisor: int, exponent: int) -> None:
-    """What `quantize_tiles` relies on, for single numbers; the margin that it takes is 4."""
+def test_two_steps_from_the_product_are_ieee_division(numerator: int, divisor: int, exponent: int) -> None:
+    """What `quotient` relies on, for single numbers, with exact fractions."""
     x, s = np.float32(numerator), np.float32(np.ldexp(np.float32(divisor), exponent))
-    product, quotient = x * (np.float32(1) / s), x / s
-    place = Fraction(float(np.spacing(min(product, quotient))))
-    assert abs(Fraction(float(product)) - Fraction(float(quotient))) <= 3 * place
+    reciprocal = np.float32(1) / s
+    result = x * reciprocal
+    for _ in range(2):
+        rest = fused(result, s, -x)
+        result = fused(rest, -reciprocal, result) if rest else result
+    assert result == nearest(Fraction(float(x)) / Fraction(float(s))) == x / s
 
 
-def test_products_and_quotients_of_a_million() -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, s = torch.rand(1_000_000, generator=generator), torch.rand(1_000_000, generator=generator) + 0.5
-    product, quotient = (x * (1 / s)).view(torch.int32), (x / s).view(torch.int32)
-    assert (product - quotient).abs().max() <= 2
+@pytest.mark.parametrize("grouping", ["block", "channel"])
+@pytest.mark.parametrize("dtype", reference.FLOATS)
+def test_quotients_of_every_size(kernels, grouping: str, dtype: torch.dtype) -> None:
+    """Groups of every size, and in each magnitudes down to nothing: zeros of both signs, and what is subnormal."""
+    generator = torch.Generator().manual_seed(3)
+    limits = torch.finfo(dtype)
+    sizes = torch.logspace(math.log2(limits.tiny) - 9, math.log2(limits.max) - 0.01, 64, base=2.0, dtype=torch.float64)
+    falls = torch.logspace(0, -45, 64, base=2.0, dtype=torch.float64)
+    matrix = sizes[:, None] * falls * (torch.rand(64, 64, generator=generator, dtype=torch.float64) + 1) / 2
+    matrix *= torch.where(torch.rand(64, 64, generator=generator) < 0.5, -1.0, 1.0)
+    matrix[::5, 3], matrix[::5, 4] = 0.0, -0.0
+    for rows in (matrix, matrix.flip(0)):
+        check(kernels, rows.to(dtype), Fp8Format(grouping=grouping, block=(16, 16)))
 
 
 @pytest.mark.parametrize("seed", range(3))

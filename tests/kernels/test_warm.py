@@ -23,19 +23,36 @@ KERNELS = {
 class Kernel:
     """Stands for a jitted kernel: notes what it is compiled for, and what it is launched with."""
 
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def _kind(self, arguments, constants):
-        types = tuple("int" if isinstance(a, int) else str(getattr(a, "dtype", a)) for a in arguments)
-        return (self.name, types, *sorted((key, str(value)) for key, value in constants.items()))
+    def __init__(self, name, arg_names, log):
+        self.name, self.arg_names, self.log = name, arg_names, log
 
     def warmup(self, *arguments, grid, **constants):
         assert len(grid) == 1
-        self.log.append(("compiled", self._kind(arguments, constants)))
+        self.log.append(("compiled", _kind(self.name, arguments, constants)))
+        return Compiled(self, len(arguments), constants)
+
+
+class Compiled:
+    """What a kernel's warm-up gives: launched with all arguments by position, constants as well, but for options."""
+
+    def __init__(self, kernel, count, constants):
+        self.kernel, self.count, self.constants = kernel, count, constants
 
     def __getitem__(self, grid):
-        return lambda *arguments, **constants: self.log.append(("launched", self._kind(arguments, constants)))
+        assert len(grid) == 3
+
+        def start(*arguments):
+            given = dict(zip(self.kernel.arg_names[self.count :], arguments[self.count :], strict=True))
+            options = {name: value for name, value in self.constants.items() if name not in self.kernel.arg_names}
+            kind = _kind(self.kernel.name, arguments[: self.count], given | options)
+            self.kernel.log.append(("launched", kind))
+
+        return start
+
+
+def _kind(name, arguments, constants):
+    types = tuple("int" if isinstance(a, int) else str(getattr(a, "dtype", a)) for a in arguments)
+    return (name, types, *sorted((key, str(value)) for key, value in constants.items()))
 
 
 @pytest.fixture
@@ -44,11 +61,11 @@ def log(monkeypatch):
     log = []
     for module, names in KERNELS.items():
         for name in names:
-            monkeypatch.setattr(module, name, Kernel(name, log))
+            monkeypatch.setattr(module, name, Kernel(name, getattr(module, name).arg_names, log))
     for module in (assemble, land):
         monkeypatch.setattr(module, "runs_triton", lambda _backend, _device: True)
     monkeypatch.setattr(launches, "INTERPRETED", False)
-    monkeypatch.setattr(launches, "_WARM", set())
+    monkeypatch.setattr(launches, "_COMPILED", {})
     return log
 
 
@@ -110,3 +127,15 @@ def test_so_does_a_landing(log):
         kernels.run(aligned(place.nbytes), torch.zeros((3, launches.LIMBS), dtype=torch.int64))
     assert any(what == "launched" for what, _ in log)
     compiled_before_launched(log)
+
+
+def test_memory_that_begins_elsewhere_than_kernels_take_it_to_is_refused(log):
+    """They were compiled for multiples of 16 bytes, and nothing else asks any more."""
+    kernels = BucketKernels(parts((256, 256))[0], CPU)
+    size = parts((256, 256))[2]
+    limbs, scratch = torch.zeros(launches.LIMBS + 1, dtype=torch.int64), aligned(kernels.tmp_nbytes + 16)
+    bucket = aligned(size + 256)
+    for wrong in ({"limbs": limbs[1:]}, {"limbs": limbs[:-1], "scratch": scratch[8:]}):
+        with pytest.raises(ValueError, match=f"{list(wrong)[-1]} begins 8 bytes after a multiple of 16"):
+            kernels.run(bucket, None, **{"scratch": scratch, **wrong})
+    assert all(what == "compiled" for what, _ in log)
