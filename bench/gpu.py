@@ -122,7 +122,6 @@ class Bench:
             yield await self._push(bed, "bf16 through buckets, digests", config, Ask(of=D2D, at_least=0.33), d2d)
             small = {**config, "max_tmp_bytes": 1 << 30, "bucket_bytes": 256 << 20}
             yield await self._push(bed, "bf16 through buckets, digests, 1 GiB", small, Ask(of=D2D), d2d)
-            yield await self._push(bed, "bf16 through buckets, staged", {**config, "landing": "staged"}, Ask(of=D2D), d2d)
         async with gpu_bed(setup) as bed:
             bare = {**config, "verify": False}
             yield await self._push(bed, "bf16 straight from its storage", bare, Ask(of=D2D, at_least=0.8), d2d)
@@ -136,6 +135,8 @@ class Bench:
             yield row
             if isinstance(row, Row):
                 yield self._overlap(row)
+            staged = {**self._config("cuda_ipc"), "landing": "staged"}
+            yield await self._push(bed, "offloaded, staged", staged, Ask(of=H2D), self._floors[H2D])
             async for row in self._watermarks(bed):
                 yield row
 

@@ -51,7 +51,7 @@ class Timed:
 class Sizes:
     """How much: matrices of ``rows`` x ``columns``; ``big`` bytes for floors; each repeated ``repeat`` times."""
 
-    rows: int = 16_384
+    rows: int = 65_536
     columns: int = 8_192
     big: int = 1 << 30
     repeat: int = 20

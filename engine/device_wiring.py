@@ -65,10 +65,9 @@ class Shares:
         places = frozenset(in_place)
         rings, privates = [0], [0]
         for recipe in recipes:
-            ringed = not places.isdisjoint(recipe.task.receivers) and not recipe.lent_whole
-            rings.append(aligned(recipe.task.nbytes) if ringed else 0)
-            assembled = not ringed and not recipe.lent_whole
-            privates.append(recipe.layout.with_bucket if assembled else recipe.layout.without_bucket)
+            ringed = not places.isdisjoint(recipe.task.receivers)
+            rings.append(0 if not ringed or recipe.lent_whole else aligned(recipe.task.nbytes))
+            privates.append(recipe.layout.without_bucket if ringed else recipe.layout.with_bucket)
         ring, private = sum(rings), sum(privates)
         share = watermark * ring // (ring + private) if ring + private > watermark else ring
         ring = max(share, *rings)
@@ -84,6 +83,7 @@ class DeviceRig:
     locks: PageLocks
     shares: Shares
     pinned: torch.Tensor
+    in_ring: frozenset[ReceiverId] = frozenset()
     watch: Watch = field(default_factory=Watch)
     ready: Lane | None = None
     _letting_go: asyncio.Task[None] | None = None
@@ -105,7 +105,10 @@ class DeviceRig:
         recipes = build_device_recipes(program, bench)
         receivers = {receiver for task in program.tasks for receiver in task.receivers if kinds[receiver.target] == "cuda_ipc"}
         shares = Shares.of(list(recipes.values()), config.watermark, receivers)
-        return cls(device=device, recipes=recipes, locks=locks, shares=shares, pinned=device.pinned(pool_nbytes(recipes)))
+        pinned = device.pinned(pool_nbytes(recipes))
+        return cls(
+            device=device, recipes=recipes, locks=locks, shares=shares, pinned=pinned, in_ring=frozenset(receivers)
+        )  # fmt: skip
 
     @property
     def lent(self) -> dict[int, Mapping[int, torch.Tensor]]:

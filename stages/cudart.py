@@ -5,12 +5,13 @@ Nothing here needs a GPU to be imported; `CudaIpc` needs one to be made.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import uuid
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def needs_cuda(what: str) -> None:
     if not torch.cuda.is_available():
         build = "this build of torch has no CUDA" if torch.version.cuda is None else "no CUDA device is usable here"
         raise TransportError(f"{what} needs a CUDA device, and {build}; choose transport 'auto', 'shm' or 'gloo'")
+
+
+@contextlib.contextmanager
+def enough_memory(nbytes: int, device: torch.device) -> Iterator[None]:
+    """`TransportError` if the device has no room for ``nbytes`` that are allocated within."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        free, whole = torch.cuda.mem_get_info(device)
+        raise TransportError(
+            f"{nbytes} bytes were needed on {device}, of whose {whole} bytes {free} are free: lower max_tmp_bytes, or choose "
+            "landing 'streamed', which holds no second copy of the weights"
+        ) from None
 
 
 class _MemHandle(ctypes.Structure):
@@ -215,7 +229,7 @@ class CudaIpc:
         self._stream = own_stream(self.device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), enough_memory(nbytes, self.device):
             memory = torch.zeros(nbytes + _ALIGN, dtype=torch.uint8, device=self.device)
             torch.cuda.current_stream().synchronize()  # off the loop; once
         start = -memory.data_ptr() % _ALIGN

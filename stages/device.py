@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from .cudart import load_runtime, own_stream
+from .cudart import enough_memory, load_runtime, own_stream
 from .errors import TransportError
 
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
@@ -109,7 +109,7 @@ class CudaDevice:
             return cast("Event", torch.cuda.Event())
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), enough_memory(nbytes, self.device):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             # what was freed on this thread's stream may be in use there still: other streams have no order to that
             torch.cuda.current_stream().synchronize()

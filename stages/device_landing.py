@@ -45,19 +45,24 @@ class LandingStream:
         self._stream = own_stream(device) if self._cuda else None
         self._free_rows: list[torch.Tensor] = []
 
-    def launch(self, work: Callable[[torch.Tensor], None], read: Callable[[torch.Tensor], int], used: object) -> Launched:
-        """Run ``work`` on zeroed limbs, (3, `LIMBS`) int64, on the stream. ``read`` gets them on the host.
+    def launch(
+        self, work: Callable[[torch.Tensor], None], read: Callable[[torch.Tensor], int] | None, used: object
+    ) -> Launched:
+        """Run ``work`` on zeroed limbs, (3, `LIMBS`) int64, on the stream. ``read`` gets them on the host; None: nobody does,
+        and they are what they happen to be.
 
         ``used``: all memory that ``work`` reads and writes. If it fails midway, what it has launched is under way all the
         same: the error is told at its end.
         """
-        rows = self._rows()
+        rows = self._rows() if read is not None else None
         problem: Exception | None = None
         with self._on_stream():
-            limbs = torch.zeros((3, LIMBS), dtype=torch.int64, device=self.device)
+            make = torch.empty if rows is None else torch.zeros
+            limbs = make((3, LIMBS), dtype=torch.int64, device=self.device)
             try:
                 work(limbs)
-                rows.copy_(limbs, non_blocking=True)
+                if rows is not None:
+                    rows.copy_(limbs, non_blocking=True)
             except Exception as error:  # noqa: BLE001 - raised by `result`
                 problem = error
             event = self._mark(self._stream)
@@ -65,6 +70,8 @@ class LandingStream:
         def result() -> int:
             if problem is not None:
                 raise problem
+            if rows is None or read is None:
+                return 0
             digest = read(rows)
             self._free_rows.append(rows)
             return digest
@@ -134,7 +141,7 @@ class DeviceCopies:
     def run(self, bucket: torch.Tensor, lent: Lent) -> Launched:
         """Copy every segment to all its places. ``lent`` is the same each time."""
         kernels, bucket = self._built(lent, verify=False), _from_aligned(bucket, self._shift)
-        return self._stream.launch(lambda limbs: _land(bucket, kernels, limbs), lambda _: 0, (bucket, kernels))
+        return self._stream.launch(lambda limbs: _land(bucket, kernels, limbs), None, (bucket, kernels))
 
     def run_and_digest(self, bucket: torch.Tensor, lent: Lent) -> Launched:
         """The same, and the digest of what has landed, computed from where it landed.

@@ -11,7 +11,7 @@ of messages under way counts as used: only then do they fail.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -112,8 +112,9 @@ class Operation:
 class IssueOrder:
     """Which operations go next.
 
-    What was told by `expect` goes step by step, each when all of it has been submitted; anything else at once, in the
-    order in which it comes.
+    What was told by `expect` goes step by step, each when all of it has been submitted and nothing is being launched; anything
+    else at once, in the order in which it comes on each communicator. So communicators are greeted side by side: two ranks may
+    begin with different ones, and each would wait for the other.
     """
 
     def __init__(self) -> None:
@@ -150,10 +151,17 @@ class IssueOrder:
         self._others = deque(operation for operation in self._others if operation.key.label != label)
         return gone
 
-    def pop(self) -> list[Operation]:
-        """What is to be issued now, as one group; empty if there is nothing yet."""
-        if self._others:
-            return [self._others.popleft()]
+    def pop(self, launching: Collection[str] = ()) -> list[Operation]:
+        """What is to be issued now, as one group; empty if there is nothing yet.
+
+        ``launching``: labels of communicators on which something is being launched.
+        """
+        for operation in self._others:
+            if operation.key.label not in launching:
+                self._others.remove(operation)
+                return [operation]
+        if launching:
+            return []
         while self._steps and not self._steps[0]:
             self._steps.popleft()
         if not self._steps or any(key not in self._waiting for key in self._steps[0]):
@@ -199,7 +207,7 @@ class Issuing:
     start_abort: Callable[[Link], None]
     order: IssueOrder = field(default_factory=IssueOrder)
     links: dict[str, Link] = field(default_factory=dict)
-    _launching: _Flight | None = None
+    _launching: list[_Flight] = field(default_factory=list)
     _flying: list[_Flight] = field(default_factory=list)
     _ending: defaultdict[int, list[Operation]] = field(default_factory=lambda: defaultdict(list))
     _aborting: set[int] = field(default_factory=set)
@@ -208,7 +216,7 @@ class Issuing:
     def busy(self) -> bool:
         """Something is under way that has to be asked about, or may be late."""
         making = any(not link.ready for link in self.links.values())
-        return making or self._launching is not None or bool(self._flying) or self.order.waiting
+        return making or bool(self._launching) or bool(self._flying) or self.order.waiting
 
     @property
     def idle(self) -> bool:
@@ -242,8 +250,10 @@ class Issuing:
         """Carry on: ask, start what may start, give up what is late. Never blocks."""
         self._check_making(now)
         self._check_flying(now)
-        while self._launched(now) and (operations := self.order.pop()):
+        self._check_launching(now)
+        while operations := self.order.pop({flight.link.label for flight in self._launching}):
             self._launch(operations)
+            self._check_launching(now)
         for label in self.order.late(now):
             self._late(self.links.get(label))
 
@@ -257,13 +267,11 @@ class Issuing:
             del self.links[link.label]
             for operation in self.order.forget(link.label):
                 operation.done(error)
-        under_way = [*self._flying, *([self._launching] if self._launching else [])]
-        for flight in under_way:
+        for flight in (*self._flying, *self._launching):
             if flight.link is link:
                 self._ending[id(link)] += flight.operations
         self._flying = [flight for flight in self._flying if flight.link is not link]
-        if self._launching is not None and self._launching.link is link:
-            self._launching = None
+        self._launching = [flight for flight in self._launching if flight.link is not link]
         self._aborting.add(id(link))
         self.start_abort(link)
 
@@ -302,23 +310,18 @@ class Issuing:
             elif flight.until <= now:
                 self._late(flight.link)
 
-    def _launched(self, now: float) -> bool:
-        """Nothing is being launched any more, so that the next may be."""
-        flight = self._launching
-        if flight is None:
-            return True
-        if self._asked(flight.link):
-            flight.event = self.runtime.mark(flight.link.communicator)
-            self._flying.append(flight)
-            self._launching = None
-            return True
-        if flight.link.error is None and flight.until <= now:
-            self._late(flight.link)
-        return self._launching is None
+    def _check_launching(self, now: float) -> None:
+        for flight in list(self._launching):
+            if self._asked(flight.link):
+                flight.event = self.runtime.mark(flight.link.communicator)
+                self._flying.append(flight)
+                self._launching.remove(flight)
+            elif flight.link.error is None and flight.until <= now:
+                self._late(flight.link)
 
     def _launch(self, operations: list[Operation]) -> None:
         link = operations[0].link
-        self._launching = _Flight(link, operations)
+        self._launching.append(_Flight(link, operations))
         try:
             self.runtime.group(link.communicator, [message for one in operations for message in one.messages])
         except TransportError as error:

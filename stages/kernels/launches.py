@@ -17,8 +17,9 @@ LIMBS = 4
 """A digest on a device: int64 values that each count one 32-bit limb of the sum, least first."""
 
 _ALIGNED = 16
-_ELEMENTS_A_WARP = 1024
-_MOST_WARPS = 16
+_ELEMENTS_A_WARP = 2048
+_MOST_WARPS = 8
+_REGISTERS = 128
 _LEAVES_EACH = 4
 _SHORT_EACH = 32
 
@@ -166,7 +167,10 @@ def _quantize(constants: Mapping[str, Any], pieces: torch.Tensor, piece_of: torc
     def arguments(memory: Memory) -> tuple[Any, ...]:
         return memory.source, memory.dest, pieces, piece_of, memory.absmax
 
-    return Launch(tiles.quantize_tiles, grid, arguments, {**constants, "num_warps": _warps(constants)})
+    warps = _warps(constants)
+    # left alone the compiler takes so many registers that one program may fill a multiprocessor, and memory idles
+    registers = {"maxnreg": _REGISTERS} if warps == _MOST_WARPS else {}
+    return Launch(tiles.quantize_tiles, grid, arguments, {**constants, "num_warps": warps, **registers})
 
 
 def _warps(constants: Mapping[str, Any]) -> int:

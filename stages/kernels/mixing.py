@@ -37,8 +37,8 @@ def u64(value: tl.tensor) -> tl.tensor:
 
 @jit
 def product(value: tl.tensor) -> tl.tensor:
-    """The low half times the high half."""
-    return (value & LOW) * (value >> 32)
+    """The low half times the high half: one instruction, if the compiler sees that they are halves."""
+    return value.to(tl.uint32).to(tl.uint64) * (value >> 32).to(tl.uint32).to(tl.uint64)
 
 
 @jit

@@ -60,6 +60,17 @@ def load_float32(address: tl.tensor, offset: tl.tensor, mask: tl.tensor, TYPE: t
 
 
 @jit
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def largest_of(tile: tl.tensor) -> tl.tensor:
+    """The largest magnitude in a tile, as bits; those of a NaN if there is one."""
+    return bits_of(tl.reduce(tl.reduce(tl.abs(tile), 1, _larger), 0, _larger)) & MAGNITUDE
+
+
+@jit
 def store_rounded(
     value: tl.tensor, address: tl.tensor, offset: tl.tensor, mask: tl.tensor, TYPE: tl.constexpr, VECTOR: tl.constexpr
 ) -> None:
@@ -99,6 +110,12 @@ def encode_e4m3(value: tl.tensor) -> tl.tensor:
 
 
 @jit
+def _exact(value: tl.tensor) -> tl.tensor:
+    """As float64; what is not finite as zero, for nothing is made of it, and numpy would warn of it."""
+    return tl.where(tl.abs(value) < float("inf"), value, 0.0).to(tl.float64)
+
+
+@jit
 def fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
     """``a * b + c``, rounded once (float32).
 
@@ -106,7 +123,7 @@ def fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
     makes what it would make of the exact one (Boldo and Melquiond, 2008); the product is exact in float64.
     """
     if _INTERPRETED:
-        product, term = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
+        product, term = _exact(a) * _exact(b), _exact(c)
         total = product + term
         part = total - product
         lost = (product - (total - part)) + (term - part)
@@ -119,8 +136,8 @@ def fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
 
 
 @jit
-def quotient(value: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor, STEPS: tl.constexpr) -> tl.tensor:
-    """``value / scale`` as IEEE 754 rounds it, without a division for each element.
+def quotient(minus: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor, STEPS: tl.constexpr) -> tl.tensor:
+    """``-minus / scale`` as IEEE 754 rounds it, without a division for each element.
 
     The product with the reciprocal is within 2 last places of the quotient. The residual of a quotient that is off by less
     than a last place is exact (`fused`), so the first step leaves an error of little more than half a last place. From
@@ -133,17 +150,17 @@ def quotient(value: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor, STEPS: t
       or more, which float32 holds. Smaller ones have code 0 and stay smaller: an inexact residual, at most 2**-150 off,
       changes them by at most 2**-101.
 
-    The signs are such that a negative zero stays one.
+    The signs are such that a negative zero stays one, and that nothing has to be negated: the compiler would keep both.
 
     Args:
-        value: float32, of any shape.
+        minus: the negative of what is divided (float32), of any shape.
         scale: float32, as `scale_of` gives them.
-        reciprocal: 1 / scale, correctly rounded.
+        reciprocal: -1 / scale, correctly rounded.
         STEPS: 2; 0 if scales are powers of two, whose products with a reciprocal are exact.
     """
-    result = value * reciprocal
+    result = minus * reciprocal
     for _ in tl.static_range(STEPS):
-        result = fused(fused(result, scale, -value), -reciprocal, result)
+        result = fused(fused(result, scale, minus), reciprocal, result)
     return result
 
 

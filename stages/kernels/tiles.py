@@ -20,6 +20,7 @@ from .rounding import (
     bits_of,
     encode_e4m3,
     float_of,
+    largest_of,
     load_float32,
     pointer_to,
     quotient,
@@ -34,14 +35,16 @@ side by side, its first row and column in the tensor, the tensor's first group, 
 the scales are written (address, is it relative to ``dest``)."""
 
 _FIELDS = constant(PIECE_FIELDS)
+_SIGN = constant(-(2**31))
 
 
 @jit
 def _tile(pieces: tl.tensor, piece_of: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
     """The piece of this program, and its tile's first row and column, counted in the piece; negative ones are outside."""
     piece = pieces + tl.load(piece_of + tl.program_id(0)).to(tl.int64) * _FIELDS
-    local = tl.program_id(0) - tl.load(piece + 10)
-    across = tl.load(piece + 11)
+    # of 32 bits: a division of 64 takes a hundred instructions, in every thread
+    local = (tl.program_id(0) - tl.load(piece + 10)).to(tl.int32)
+    across = tl.load(piece + 11).to(tl.int32)
     first_row, first_column = tl.load(piece + 12), tl.load(piece + 13)
     top = (first_row // ROWS + local // across) * ROWS - first_row
     left = (first_column // COLUMNS + local % across) * COLUMNS - first_column
@@ -180,7 +183,7 @@ def quantize_tiles(
     """Write the codes of IEEE quotients, and the scales of groups whose first element is in the tile.
 
     A tile is read once, and kept in registers from the search for the largest magnitude to the codes: it takes a warp for each
-    1024 elements.
+    2048 elements.
 
     Args:
         source: address that relative sources lie at.
@@ -203,8 +206,10 @@ def quantize_tiles(
     rows, columns = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
     mask = _inside(rows, columns, height, width)
     value = load_float32(read, _offsets(rows, columns, read_down, read_across, VECTOR), mask, FROM, VECTOR)
+    # all that is made of it is made of its negative: see `quotient`
+    minus = float_of(bits_of(value) ^ _SIGN)
     if WHOLE:
-        largest = tl.max(tl.max(bits_of(value) & MAGNITUDE, axis=1), axis=0)
+        largest = largest_of(minus)
         group = (row + tl.maximum(top, 0)) // GROUP_ROWS * groups_across + column // GROUP_COLUMNS
         scale = scale_of(largest, POW2)
         tl.store(scales + group, _written(scale, largest))
@@ -223,7 +228,7 @@ def quantize_tiles(
         tl.store(scales + group, _written(scale, largest), mask=present & (off_above + off_left == 0))
         odd = tl.max(largest, axis=0)
         largest, scale = largest[:, None], scale[:, None]
-    result = quotient(value, scale, tl.div_rn(scale * 0.0 + 1.0, scale), STEPS)
+    result = quotient(minus, scale, tl.div_rn(scale * 0.0 - 1.0, scale), STEPS)
     if HARDWARE:
         code = result.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:

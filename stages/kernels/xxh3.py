@@ -36,7 +36,6 @@ BLOCK = 1024
 
 _FIELDS = constant(LEAF_FIELDS)
 _INIT = constant(len(SECRET) // 8)
-_UNROLL = constant(16)
 
 
 @jit
@@ -92,14 +91,63 @@ def _copy_unit(
 
 
 @jit
+def _stripe(address: tl.tensor, index: tl.tensor, left: tl.tensor, stripe: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    mask = (stripe < left)[:, None] & (tl.arange(0, 2) < 2)[None, :]
+    if FAST:
+        return _aligned_words(address, index + stripe * 8, mask)
+    else:
+        return _words(address, index + stripe * 8, mask)
+
+
+@jit
+def _eight_stripes(address: tl.tensor, index: tl.tensor, left: tl.tensor, first: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """A thread's words of eight stripes: in one place, for what stands between loads in a program stands between them."""
+    return (
+        _stripe(address, index, left, first, FAST), _stripe(address, index, left, first + 1, FAST),
+        _stripe(address, index, left, first + 2, FAST), _stripe(address, index, left, first + 3, FAST),
+        _stripe(address, index, left, first + 4, FAST), _stripe(address, index, left, first + 5, FAST),
+        _stripe(address, index, left, first + 6, FAST), _stripe(address, index, left, first + 7, FAST),
+    )  # fmt: skip
+
+
+@jit
+def _add_two(
+    even: tl.tensor, odd: tl.tensor, word: tl.tensor, seed: tl.tensor, left: tl.tensor, one: tl.tensor, other: tl.tensor
+) -> tl.tensor:
+    """Add two stripes, the first at an even place. The key moves on by a word from stripe to stripe.
+
+    ``word``: where the first one's key begins in the secret, whose words at even places are added to the seed, the others to
+    its negative.
+    """
+    k0, k1, k2 = u64(tl.load(word)) + seed, u64(tl.load(word + 1)) - seed, u64(tl.load(word + 2)) + seed
+    a, b = tl.split(one)
+    c, d = tl.split(other)
+    even += tl.where(left > 0, product(a ^ k0) + b, 0) + tl.where(left > 1, product(c ^ k1) + d, 0)
+    odd += tl.where(left > 0, product(b ^ k1) + a, 0) + tl.where(left > 1, product(d ^ k2) + c, 0)
+    return even, odd
+
+
+@jit
+def _add_eight(
+    even: tl.tensor, odd: tl.tensor, word: tl.tensor, seed: tl.tensor, left: tl.tensor,
+    w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.tensor, w4: tl.tensor, w5: tl.tensor, w6: tl.tensor, w7: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    even, odd = _add_two(even, odd, word, seed, left, w0, w1)
+    even, odd = _add_two(even, odd, word + 2, seed, left - 2, w2, w3)
+    even, odd = _add_two(even, odd, word + 4, seed, left - 4, w4, w5)
+    even, odd = _add_two(even, odd, word + 6, seed, left - 6, w6, w7)
+    return even, odd
+
+
+@jit
 def block_sums(
     base: tl.int64, source: tl.int64, leaves: tl.tensor, unit_leaf: tl.tensor, secret: tl.tensor, sums: tl.tensor,
     UNIT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, STRIDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Add up the blocks of long leaves, a unit of ``UNIT`` blocks of one leaf for each program.
 
-    A thread has two accumulators of a block, side by side as the 16 bytes of a stripe that they take, and goes through the
-    block's stripes by itself: threads have nothing to tell each other. From stripe to stripe the key moves on by a word.
+    A thread has two accumulators of a block, side by side as the 16 bytes of a stripe that they take, and all of the block's
+    stripes: threads have nothing to tell each other, and all that one reads is on its way at once.
 
     With ``COPY`` the unit is first copied from the leaf's source to its place, which must be aligned to 16 bytes; what is
     hashed is the copy, read back.
@@ -134,22 +182,12 @@ def block_sums(
     block, pair = start + flat // 4, flat % 4
     left = stripes - block * 16
     index = (block * 128 + pair * 2)[:, None] + half[None, :]
-    even_sum, odd_sum = u64(left * 0), u64(left * 0)
-    even_key = u64(tl.load(secret + 2 * pair)) + seed
-    for stripe in tl.static_range(16):
-        mask = (stripe < left)[:, None] & (half < 2)[None, :]
-        if COPY or ALIGNED:
-            words = _aligned_words(address, index + stripe * 8, mask)
-        else:
-            words = _words(address, index + stripe * 8, mask)
-        even, odd = tl.split(words)
-        # words of the secret at even places are added to the seed, the others to its negative
-        word = u64(tl.load(secret + 2 * pair + stripe + 1))
-        odd_key = word - seed if stripe % 2 == 0 else word + seed
-        even_sum += tl.where(stripe < left, product(even ^ even_key) + odd, 0)
-        odd_sum += tl.where(stripe < left, product(odd ^ odd_key) + even, 0)
-        even_key = odd_key
-    both = tl.join(even_sum, odd_sum).to(tl.int64, bitcast=True)
+    w0, w1, w2, w3, w4, w5, w6, w7 = _eight_stripes(address, index, left, 0, COPY or ALIGNED)
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eight_stripes(address, index, left, 8, COPY or ALIGNED)
+    even, odd = u64(left * 0), u64(left * 0)
+    even, odd = _add_eight(even, odd, secret + pair * 2, seed, left, w0, w1, w2, w3, w4, w5, w6, w7)
+    even, odd = _add_eight(even, odd, secret + pair * 2 + 8, seed, left - 8, x0, x1, x2, x3, x4, x5, x6, x7)
+    both = tl.join(even, odd).to(tl.int64, bitcast=True)
     out = ((first + block) * 8 + pair * 2)[:, None] + half[None, :]
     tl.store(sums + out, both, mask=(left > 0)[:, None] & (half < 2)[None, :])
 
@@ -184,6 +222,38 @@ def add_up(total: tl.tensor, low: tl.tensor, high: tl.tensor, live: tl.tensor) -
 
 
 @jit
+def _sum(at: tl.tensor, block: tl.tensor, full: tl.tensor) -> tl.tensor:
+    return u64(tl.load(at + block * 8, mask=(block < full) & (tl.arange(0, 8)[None, :] < 8), other=0))
+
+
+@jit
+def _eight(at: tl.tensor, block: tl.tensor, full: tl.tensor) -> tl.tensor:
+    """Sums of eight blocks of each leaf."""
+    return (
+        _sum(at, block, full), _sum(at, block + 1, full), _sum(at, block + 2, full), _sum(at, block + 3, full),
+        _sum(at, block + 4, full), _sum(at, block + 5, full), _sum(at, block + 6, full), _sum(at, block + 7, full),
+    )  # fmt: skip
+
+
+@jit
+def _step(acc: tl.tensor, block: tl.tensor, full: tl.tensor, scramble: tl.tensor, one: tl.tensor) -> tl.tensor:
+    mixed = acc + one
+    return tl.where(block < full, (mixed ^ (mixed >> 47) ^ scramble) * P32_1, acc)
+
+
+@jit
+def _chained(
+    acc: tl.tensor, block: tl.tensor, full: tl.tensor, scramble: tl.tensor,
+    s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, s4: tl.tensor, s5: tl.tensor, s6: tl.tensor, s7: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Eight blocks more."""
+    acc = _step(_step(acc, block, full, scramble, s0), block + 1, full, scramble, s1)
+    acc = _step(_step(acc, block + 2, full, scramble, s2), block + 3, full, scramble, s3)
+    acc = _step(_step(acc, block + 4, full, scramble, s4), block + 5, full, scramble, s5)
+    return _step(_step(acc, block + 6, full, scramble, s6), block + 7, full, scramble, s7)
+
+
+@jit
 def finish_leaves(
     base: tl.int64, leaves: tl.tensor, secret: tl.tensor, sums: tl.tensor, total: tl.tensor, LEAVES: tl.constexpr
 ) -> None:
@@ -203,12 +273,17 @@ def finish_leaves(
     stripes, full = ((nbytes - 1) // 64)[:, None], ((nbytes - 1) // 1024)[:, None]
     acc = u64(tl.load(secret + _INIT + lane + row[:, None] * 0))
     scramble = key(secret, 16 + lane, seed)
-    # unrolled so that sums are on their way while others are chained: waiting for each would take ten times as long
-    for block in tl.range(0, tl.max((nbytes - 1) // 1024, axis=0), loop_unroll_factor=_UNROLL):
-        more = block < full
-        one = u64(tl.load(sums + (first + block) * 8 + lane, mask=more & (lane < 8), other=0))
-        mixed = acc + one
-        acc = tl.where(more, (mixed ^ (mixed >> 47) ^ scramble) * P32_1, acc)
+    # sums of the next blocks are on their way while these are chained: to wait for each would take ten times as long
+    at = sums + first * 8 + lane
+    s0, s1, s2, s3, s4, s5, s6, s7 = _eight(at, 0, full)
+    t0, t1, t2, t3, t4, t5, t6, t7 = _eight(at, 8, full)
+    for block in tl.range(0, tl.max((nbytes - 1) // 1024, axis=0), 16):
+        u0, u1, u2, u3, u4, u5, u6, u7 = _eight(at, block + 16, full)
+        acc = _chained(acc, block, full, scramble, s0, s1, s2, s3, s4, s5, s6, s7)
+        s0, s1, s2, s3, s4, s5, s6, s7 = u0, u1, u2, u3, u4, u5, u6, u7
+        u0, u1, u2, u3, u4, u5, u6, u7 = _eight(at, block + 24, full)
+        acc = _chained(acc, block + 8, full, scramble, t0, t1, t2, t3, t4, t5, t6, t7)
+        t0, t1, t2, t3, t4, t5, t6, t7 = u0, u1, u2, u3, u4, u5, u6, u7
     rest = (stripes > full * 16) & (lane < 8)
     acc += u64(tl.load(sums + (first + full) * 8 + lane, mask=rest, other=0))
     ends = (address + nbytes - 64)[:, None]

@@ -244,6 +244,40 @@ def test_messages_get_through_in_order(pair):
     assert not a.machine.busy
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_greet_communicators_in_other_orders_do_not_wait_for_each_other(fabric, standins, ranks):
+    """NCCL makes a connection when it is first used, and has taken on a message only when its peer is there, too."""
+
+    class ConnectsAtFirstUse(standins.FabricNccl):
+        def ready(self, member):
+            self.fabric.match()
+            return super().ready(member) and all(moved.done for moved in member.moved[:1])
+
+    names = [f"from-{number}" for number in range(ranks)]
+    ids = {name: fabric.runtime().unique_id() for name in names}
+    both = [Rank(SimpleNamespace(runtime=lambda: ConnectsAtFirstUse(fabric))) for _ in range(2)]
+    said = []
+    for number, rank in enumerate(both):
+        for name in names[:: 1 if number == 0 else -1]:
+            link = rank.link(name, 2, number, ids[name])
+            said.append(rank.move(link, bytes_of(7), 1 - number, sends=number == 0))
+    for _ in range(2 * ranks):
+        for rank in both:
+            rank.machine.turn(1.0)
+    assert said == [[None]] * (2 * ranks)
+
+
+def test_messages_of_the_plan_wait_for_what_is_being_launched():
+    order = IssueOrder()
+    order.expect([[Key("a", True, 1, 0)]])
+    order.submit(operation(Key("a", True, 1, 0)))
+    order.submit(operation(Key("b", True, 1, 9)))
+    assert order.pop({"b"}) == []
+    assert order.pop({"c"})[0].key.label == "b"
+    assert order.pop({"c"}) == []
+    assert order.pop()[0].key.label == "a"
+
+
 def test_a_stalled_peer_is_given_up_at_the_deadline_and_memory_is_in_use_until_the_abort_is_over(pair, fabric):
     (a, _), (to_b, _) = pair
     under_way = a.move(to_b, bytes_of(1), 1, sends=True, until=5.0)
