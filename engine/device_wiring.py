@@ -117,8 +117,12 @@ class DeviceRig:
 
     @property
     def not_assembled(self) -> dict[int, int]:
-        """Tasks that are sent from where they lie as a whole, and the temporary bytes that they need all the same."""
-        return {index: recipe.layout.without_bucket for index, recipe in self.recipes.items() if recipe.lent_whole}
+        """Tasks that receivers copy as a whole from where they lie, and the temporary bytes that they need all the same."""
+        return {
+            index: recipe.layout.without_bucket
+            for index, recipe in self.recipes.items()
+            if recipe.lent_whole and self.in_ring.issuperset(recipe.task.receivers)
+        }
 
     def stages(
         self, memory: TaskMemory, workers: Workers, scope: TaskScope, config: TransferConfig

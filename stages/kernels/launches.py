@@ -175,7 +175,8 @@ def _quantize(constants: Mapping[str, Any], pieces: torch.Tensor, piece_of: torc
 
 def _warps(constants: Mapping[str, Any]) -> int:
     """For a tile that is kept in registers."""
-    return min(max(constants["ROWS"] * constants["COLUMNS"] // _ELEMENTS_A_WARP, 1), _MOST_WARPS)
+    elements: int = constants["ROWS"] * constants["COLUMNS"]
+    return min(max(elements // _ELEMENTS_A_WARP, 1), _MOST_WARPS)
 
 
 def _converts(device: torch.device) -> bool:

@@ -20,9 +20,10 @@ from syncline.scheduler.layout import Box, Buffer, Manifest, Piece, Tensor
 from syncline.scheduler.plan import PlanOptions, build_plan
 from syncline.stages import device_recipes
 from syncline.stages.assembly import Assembly
-from syncline.stages.buffers import BufferPool
+from syncline.stages.buffers import BufferPool, aligned
 from syncline.stages.communicator import Communicator
 from syncline.stages.completions import TaskScope
+from syncline.stages.cudart import enough_memory
 from syncline.stages.device import CudaDevice
 from syncline.stages.device_events import EventSlots
 from syncline.stages.device_h2d import DeviceH2DStage, pool_nbytes
@@ -428,6 +429,36 @@ async def test_large_segments_are_lent_and_digested_where_they_lie(monkeypatch):
     await rank.run(1)
     assert rank.prepare.content_digest() == cpu_buckets(plan, 0, memories)[1]
     rank.close()
+
+
+def test_a_bucket_has_room_wherever_its_task_takes_it_from(monkeypatch):
+    """Of what is lent as a whole only a ring needs no room: other transports take a bucket all the same."""
+    monkeypatch.setattr(device_recipes, "FRAME_NBYTES", 1)
+    manifests, target, memories = world(1, quantized=False, strided=())
+    plan = make_plan(manifests, target, stage_host=True, bucket_bytes=50_000)
+    rank = Rank(plan, manifests[0], memories[0], SlowDevice(), lends=True)
+    recipes = list(rank.recipes.values())
+    assert any(recipe.lent_whole for recipe in recipes)
+    receivers = {receiver for recipe in recipes for receiver in recipe.task.receivers}
+    for recipe in recipes:
+        apart, ringed = Shares.of([recipe], 1 << 30, ()), Shares.of([recipe], 1 << 30, receivers)
+        assert (apart.ring, apart.private) == (0, recipe.layout.with_bucket)
+        assert ringed.private == recipe.layout.without_bucket
+        assert ringed.ring == (0 if recipe.lent_whole else aligned(recipe.task.nbytes))
+        for in_ring in (frozenset(), frozenset(receivers)):
+            rig = DeviceRig(
+                device=SlowDevice(), recipes={0: recipe}, locks=None, shares=apart, pinned=torch.empty(0), in_ring=in_ring
+            )
+            free = recipe.lent_whole and bool(in_ring)
+            assert rig.not_assembled == ({0: recipe.layout.without_bucket} if free else {})
+    rank.close()
+
+
+def test_no_room_on_a_device_is_told_with_what_there_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 100))
+    told = "50 bytes were needed on cuda:0, of whose 100 bytes 7 are free: lower max_tmp_bytes"
+    with pytest.raises(TransportError, match=told), enough_memory(50, torch.device("cuda:0")):
+        raise torch.OutOfMemoryError
 
 
 def test_the_watermark_counts_what_is_staged_and_what_kernels_need():
