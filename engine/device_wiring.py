@@ -61,7 +61,11 @@ class Shares:
 
     @classmethod
     def of(cls, recipes: Collection[DeviceRecipe], watermark: int, in_place: Collection[ReceiverId]) -> Shares:
-        """``in_place``: receivers for which buckets are assembled in the ring."""
+        """``in_place``: receivers for which buckets are assembled in the ring.
+
+        Raises:
+            PlanError: the largest bucket and the most that a task needs beside it do not fit.
+        """
         places = frozenset(in_place)
         rings, privates = [0], [0]
         for recipe in recipes:
@@ -70,8 +74,18 @@ class Shares:
             privates.append(recipe.layout.without_bucket if ringed else recipe.layout.with_bucket)
         ring, private = sum(rings), sum(privates)
         share = watermark * ring // (ring + private) if ring + private > watermark else ring
-        ring = max(share, *rings)
-        return cls(ring=ring, private=max(min(watermark - ring, private), *privates))
+        ring = max(min(share, watermark - max(privates)), *rings)
+        private = max(min(watermark - ring, private), *privates)
+        if ring + private > watermark:
+            raise PlanError([_too_much(max(rings), max(privates), watermark)])
+        return cls(ring=ring, private=private)
+
+
+def _too_much(bucket: int, beside: int, watermark: int) -> str:
+    return (
+        f"buckets of up to {bucket} bytes and the {beside} bytes that tasks need beside them (for kernels, and for what is "
+        f"gathered) do not fit into max_tmp_bytes, {watermark}, at once: lower bucket_bytes or raise max_tmp_bytes"
+    )
 
 
 @dataclass(kw_only=True)
@@ -83,6 +97,7 @@ class DeviceRig:
     locks: PageLocks
     shares: Shares
     pinned: torch.Tensor
+    private: torch.Tensor
     in_ring: frozenset[ReceiverId] = frozenset()
     watch: Watch = field(default_factory=Watch)
     ready: Lane | None = None
@@ -98,16 +113,22 @@ class DeviceRig:
             return all(kinds[receiver.target] in LENDING for receiver in task.receivers)
 
         locks = PageLocks(device)
-        bench = Bench(
-            buffers=held.buffers, host=host_buffers(held.manifest), device=device.device, locks=locks, lends=lends,
-            verify=config.verify,
-        )  # fmt: skip
-        recipes = build_device_recipes(program, bench)
-        receivers = {receiver for task in program.tasks for receiver in task.receivers if kinds[receiver.target] == "cuda_ipc"}
-        shares = Shares.of(list(recipes.values()), config.watermark, receivers)
-        pinned = device.pinned(pool_nbytes(recipes))
+        try:
+            bench = Bench(
+                buffers=held.buffers, host=host_buffers(held.manifest), device=device.device, locks=locks, lends=lends,
+                verify=config.verify,
+            )  # fmt: skip
+            recipes = build_device_recipes(program, bench)
+            receivers = {r for task in program.tasks for r in task.receivers if kinds[r.target] == "cuda_ipc"}
+            shares = Shares.of(list(recipes.values()), config.watermark, receivers)
+            pinned = device.pinned(pool_nbytes(recipes))
+            private = device.empty(aligned(shares.private))
+        except BaseException:
+            locks.close()  # a lock that outlives its memory is one on whatever comes to lie there
+            raise
         return cls(
-            device=device, recipes=recipes, locks=locks, shares=shares, pinned=pinned, in_ring=frozenset(receivers)
+            device=device, recipes=recipes, locks=locks, shares=shares, pinned=pinned, private=private,
+            in_ring=frozenset(receivers),
         )  # fmt: skip
 
     @property
@@ -116,13 +137,14 @@ class DeviceRig:
         return {index: recipe.lent for index, recipe in self.recipes.items() if recipe.lent}
 
     @property
-    def not_assembled(self) -> dict[int, int]:
-        """Tasks that receivers copy as a whole from where they lie, and the temporary bytes that they need all the same."""
-        return {
-            index: recipe.layout.without_bucket
-            for index, recipe in self.recipes.items()
-            if recipe.lent_whole and self.in_ring.issuperset(recipe.task.receivers)
-        }
+    def tmp_nbytes(self) -> dict[int, int]:
+        """Temporary bytes of each task: what its kernels need too, and no bucket if receivers copy all of it where it lies."""
+
+        def held(recipe: DeviceRecipe) -> int:
+            nothing = recipe.lent_whole and self.in_ring.issuperset(recipe.task.receivers)
+            return recipe.layout.without_bucket if nothing else recipe.layout.with_bucket
+
+        return {index: held(recipe) for index, recipe in self.recipes.items()}
 
     def stages(
         self, memory: TaskMemory, workers: Workers, scope: TaskScope, config: TransferConfig
@@ -139,10 +161,18 @@ class DeviceRig:
         )  # fmt: skip
         return h2d, prepare
 
-    async def source_written(self) -> None:
-        """Wait until the device has done what the trainer's thread has given it so far: then its weights may be read."""
+    async def source_written(self, timeout_s: float) -> None:
+        """Wait until the device has done what the trainer's thread has given it so far: then its weights may be read.
+
+        Raises:
+            TimeoutError: it had not done that within ``timeout_s``.
+        """
         assert self.ready is not None
-        await self.watch.until(self.ready.slots.record(self.device.current_stream()).poll)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.watch.until(self.ready.slots.record(self.device.current_stream()).poll)
+        except TimeoutError:
+            raise TimeoutError("the device had not yet done what the trainer gave it before the push") from None
 
     async def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Let go of page-locked memory: when the device has done what is under way. Waits for at most ``timeout_s`` seconds."""
@@ -151,22 +181,23 @@ class DeviceRig:
 
     async def _let_go(self, idle: Signal[None]) -> None:
         await idle
-        self.pinned = torch.empty(0, dtype=torch.uint8)
+        self.pinned = self.private = torch.empty(0, dtype=torch.uint8)
         await asyncio.to_thread(self.locks.close)
 
 
 def after_caller(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-    """``work`` for another thread: what the calling thread has given its CUDA stream comes before what ``work`` finds there.
+    """``work`` for a thread of the engine's own, as if it ran on the calling one: on its device, after what it has launched.
 
     Nothing waits but the other thread's stream, on the device; where CUDA is not in use, this is ``work`` itself.
     """
     if not torch.cuda.is_initialized():
         return work
-    device = torch.cuda.current_device()  # of this thread: the other one may have another
+    device = torch.cuda.current_device()  # one of each thread: weights on the host are assembled on the caller's
     written = torch.cuda.Event()
     written.record()
 
     async def ordered() -> T:
+        torch.cuda.set_device(device)
         torch.cuda.current_stream(device).wait_event(written)
         return await work
 

@@ -99,6 +99,8 @@ async def make_link(
     program = await workers.submit(_checked_program, request, links, manifest)
     buffers = await loader.call(loader.loader.buffers)
     device = landing_device(links.transport, manifest, buffers)
+    if device is not None:  # what a loader makes on "cuda" belongs beside its weights: a thread starts with device 0
+        await loader.call(torch.cuda.set_device, device)
     with contextlib.nullcontext() if device is None else torch.cuda.device(device):
         half = make_half(links.transport, program, request.landing, workers)
     route = Route(

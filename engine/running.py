@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
 
 import msgspec
 
@@ -30,6 +31,7 @@ class PushRun:
         attempt: counts pushes of this engine; the driver's push id.
         start: who takes part (rank 0's decision).
         wiring: the plan's stages and links on this rank.
+        unless_aborted: runs what it is given, but no longer than until another rank has failed; then it raises that error.
         report_loss: called on the loop with a target that this rank cannot reach any more.
         tell_head: called from time to time with what this rank has still to send; rank 0 gives it to `heard_head`.
         log: makes what the trace needs of the pipeline's outcome; None when tracing is off.
@@ -45,6 +47,7 @@ class PushRun:
         start: Start,
         *,
         wiring: Wiring,
+        unless_aborted: Callable[[Coroutine[Any, Any, None]], Awaitable[None]],
         report_loss: Callable[[int, SynclineError], None],
         tell_head: Callable[[HeadNote], None],
         log: Callable[[PushOutcome | None], RankLog] | None = None,
@@ -54,6 +57,8 @@ class PushRun:
         self._attempt = attempt
         self._start = start
         self._wiring = wiring
+        self._unless_aborted = unless_aborted
+        self._called_off: SynclineError | None = None
         self._report_loss = report_loss
         self._tell_head = tell_head
         self._heads: dict[int, tuple[float, HeadNote]] = {}
@@ -78,21 +83,40 @@ class PushRun:
         if not self._start.live and not self._start.already:
             source_free()
             return self._decided(await finish(self._done(None)))
-        wiring = self._wiring
-        await wiring.begin(self._attempt, self._start.live, timeout_s=deadline_s, on_lost=self._noticed)
+        until = time.monotonic() + deadline_s
         outcome: Outcome | None = None
+        try:
+            await self._begin(deadline_s)
+            if self._live() or self._start.already:
+                outcome = await self._watched(max(0.0, until - time.monotonic()), source_free)
+            else:
+                source_free()
+                outcome = self._decided(await finish(self._done(None)))
+        finally:
+            await self._end(outcome)
+        return outcome
+
+    async def _begin(self, deadline_s: float) -> None:
+        """Begin on this rank, unless the push is called off meanwhile: a device may take its time before it can be read."""
+        beginning = self._wiring.begin(self._attempt, self._start.live, timeout_s=deadline_s, on_lost=self._noticed)
+        await self._unless_aborted(beginning)
+        if self._called_off is not None:
+            raise self._called_off
+
+    def _live(self) -> frozenset[int]:
+        """Targets that get anything: those that were lost before the pipeline started are not even told to it."""
+        return frozenset(self._start.live).difference(self.lost)
+
+    async def _watched(self, deadline_s: float, source_free: Callable[[], None]) -> Outcome:
         try:
             async with asyncio.TaskGroup() as scope:
                 watch = scope.create_task(self._watch_progress())
                 try:
-                    outcome = await self._drive(deadline_s, source_free)
+                    return await self._drive(deadline_s, source_free)
                 finally:
                     watch.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None  # the watch never raises: there is one error, and it is the push's
-        finally:
-            await self._end(outcome)
-        return outcome
 
     async def _end(self, outcome: Outcome | None) -> None:
         """Links of targets that committed stay; those of all others are made anew before the next push."""
@@ -101,13 +125,13 @@ class PushRun:
         self._wiring.drop_targets(set(self._start.live) - good)
 
     async def _drive(self, deadline_s: float, source_free: Callable[[], None]) -> Outcome:
-        driver = self._wiring.driver
+        driver, live = self._wiring.driver, self._live()
         try:
             await driver.run(
                 self._attempt,
-                self._wiring.specs(frozenset(self._start.live)),
+                self._wiring.specs(live),
                 self._wiring.program.groups,
-                frozenset(self._start.live) | frozenset(self._start.already),
+                live | frozenset(self._start.already),
                 collect_votes=self._collect_votes,
                 deadline_s=deadline_s,
                 on_source_free=source_free,
@@ -140,6 +164,7 @@ class PushRun:
 
     def abort(self, error: SynclineError) -> None:
         """Another rank failed, or went away: leave the push with its error."""
+        self._called_off = self._called_off or error
         driver = self._wiring.driver
         driver.post(Cancelled(now=driver.clock(), reason=str(error), error=error))
 

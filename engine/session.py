@@ -166,7 +166,8 @@ class Session:
             self._attempt += 1
             start = await self._start(version, retry=False)
         self._run = PushRun(
-            self._attempt, version, start, wiring=self._wired(), report_loss=self._report_loss, tell_head=self._tell_head,
+            self._attempt, version, start, wiring=self._wired(), unless_aborted=self._unless_aborted,
+            report_loss=self._report_loss, tell_head=self._tell_head,
             log=self._log if self.config.trace else None,
         )  # fmt: skip
         try:

@@ -18,7 +18,7 @@ from syncline.scheduler.outcome import Moments
 from syncline.scheduler.plan import Plan
 from syncline.scheduler.programs import ReceiverId, SourceProgram, SourceTask
 from syncline.stages.barrier import GroupBarrier
-from syncline.stages.buffers import BufferPool, aligned
+from syncline.stages.buffers import BufferPool
 from syncline.stages.communicator import Communicator, Rendezvous
 from syncline.stages.completions import Signal, TaskScope
 from syncline.stages.device import CudaDevice
@@ -75,7 +75,7 @@ class Resolved:
 class Wiring:
     """Everything that one rank needs to run pushes of one plan. Made by `make`, on the engine's loop."""
 
-    def __init__(self, plan: Plan, config: TransferConfig, resolved: Resolved, ranges: Ranges | None = None) -> None:
+    def __init__(self, plan: Plan, config: TransferConfig, resolved: Resolved, workers: Workers, ranges: Ranges | None) -> None:
         self.plan = plan
         self.config = config
         self.push_id = ""
@@ -87,7 +87,7 @@ class Wiring:
         self._tasks: dict[int, SourceTask] = {task.index: task for task in self.program.tasks}
         self._specs: dict[frozenset[int], tuple[TaskSpec, ...]] = {}
         self._scope = TaskScope()
-        self._workers = Workers(config.workers)
+        self._workers = workers
         self._rendezvous: Rendezvous | None = None
         self._communicator: Communicator | None = None
         self._device = resolved.device
@@ -106,7 +106,7 @@ class Wiring:
         self._routes = routes = {r: self._senders[self.kinds[t]] for t, ranks in enumerate(self.receivers) for r in ranks}
         self._memory = TaskMemory(resolved.pool, routes)
         self._lends = frozenset(lent)
-        self._not_assembled = {} if rig is None else rig.not_assembled
+        self._tmp_nbytes = {} if rig is None else rig.tmp_nbytes
         self._h2d, self._prepare = self._make_stages(resolved, frozenset(lent))
         self._send = SendStage(
             tasks=self._tasks, memory=self._memory, routes=routes, on_receiver_error=self._receiver_lost, lent=lent
@@ -145,10 +145,10 @@ class Wiring:
             if there:
                 device = CudaDevice(home)
                 rig = DeviceRig.resolve(program, device, held=held, kinds=kinds, config=config)
-                needs = rig.not_assembled
+                needs = rig.tmp_nbytes
                 return Resolved(
                     program=program, kinds=kinds, receivers=receivers, recipes={}, rig=rig, device=device.device,
-                    pool=BufferPool(device.empty(aligned(rig.shares.private))),
+                    pool=BufferPool(rig.private),
                     columns=TaskColumns.of([_row(task, needs.get(task.index, task.tmp_bytes)) for task in program.tasks]),
                 )  # fmt: skip
             recipes = build_recipes(program, buffers, _file_buffers(sources[source.rank]))
@@ -159,7 +159,16 @@ class Wiring:
                 program=program, kinds=kinds, receivers=receivers, recipes=recipes, pool=pool, columns=columns
             )  # fmt: skip
 
-        return cls(plan, config, await asyncio.to_thread(resolve), ranges)
+        workers = Workers(config.workers)
+        resolving = asyncio.create_task(asyncio.to_thread(resolve))
+        try:
+            return cls(plan, config, await asyncio.shield(resolving), workers, ranges)
+        except BaseException:
+            workers.close(0.0)
+            with contextlib.suppress(Exception):  # a thread cannot be called off, and what it page-locks must not stay so
+                if (rig := (await resolving).rig) is not None:
+                    await rig.close()
+            raise
 
     def _make_stages(self, resolved: Resolved, lent: Collection[int]) -> tuple[H2DStage | DeviceH2DStage, PrepareStage]:
         if resolved.rig is not None:
@@ -232,11 +241,17 @@ class Wiring:
     async def begin(
         self, attempt: int, live: Collection[int], *, timeout_s: float, on_lost: Callable[[int, SynclineError], None]
     ) -> None:
-        """A push to the targets ``live`` begins."""
+        """A push to the targets ``live`` begins.
+
+        Raises:
+            TimeoutError: the trainer's weights were not written on its device within ``timeout_s``.
+        """
         self._on_lost = on_lost
-        receivers = [receiver for target in live for receiver in self.receivers[target]]
+        until = time.monotonic() + timeout_s
         if self._rig is not None:
-            await self._rig.source_written()
+            await self._rig.source_written(timeout_s)
+        timeout_s = max(0.0, until - time.monotonic())
+        receivers = [receiver for target in live if target not in self._dropped for receiver in self.receivers[target]]
         self._h2d.begin(attempt)
         self._prepare.begin(attempt)
         self._send.begin(attempt, receivers)
@@ -274,8 +289,8 @@ class Wiring:
         )  # fmt: skip
 
     def _tmp_bytes(self, task: SourceTask) -> int:
-        """What a task holds of the temporary memory: no bucket, if all of it is sent from where it lies."""
-        return self._not_assembled.get(task.index, task.tmp_bytes)
+        """What a task holds of the temporary memory: on a device that is known only when its kernels are."""
+        return self._tmp_nbytes.get(task.index, task.tmp_bytes)
 
     def drop_targets(self, targets: Iterable[int]) -> None:
         """Send nothing more to ``targets``; their links close."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from syncline.engine.steps import HeadNote, Start
 def run() -> PushRun:
     wiring: Any = SimpleNamespace(program=SimpleNamespace(world_size=2))
     start = Start(live=[0, 1, 2], already=[], remaining_s=9.0)
-    return PushRun(1, 7, start, wiring=wiring, report_loss=lambda *_: None, tell_head=lambda _: None)
+    return PushRun(
+        1, 7, start, wiring=wiring, unless_aborted=asyncio.wait_for, report_loss=lambda *_: None, tell_head=lambda _: None
+    )  # fmt: skip
 
 
 def note(rank: int, task: int | None, **waits: float) -> HeadNote:

@@ -4,18 +4,22 @@ of it together moves the right bytes. What CUDA itself does, ``tests/cuda`` show
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import importlib.util
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from syncline.adapters.engines import ModuleLoader
 from syncline.engine import device_wiring, linking, transports, wiring
-from syncline.engine.errors import PlanError
+from syncline.engine.errors import PlanError, PushError, PushTimeout
 
 STAGES = Path(__file__).parents[1] / "stages"
 THERE = "cuda:0"
@@ -70,6 +74,7 @@ def devices(monkeypatch):
     monkeypatch.setattr(linking, "_issuers", {})  # made with what stood for NCCL in another test
     monkeypatch.setattr(linking, "landing_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
     yield made
     for runtime in runtimes:
         runtime.free()
@@ -100,10 +105,11 @@ def place(sources, *, host):
     return sources
 
 
+MODES = [(t, m) for t in ("cuda_ipc", "nccl") for m in ("staged", "streamed")]
 PLACES = {"on the GPU": (), "some on the host": ("a.weight", "norm"), "on the host": (*SHAPES,)}
 
 
-@pytest.mark.parametrize("mode", [(t, m) for t in ("cuda_ipc", "nccl") for m in ("staged", "streamed")], ids="-".join)
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("world", [1, 2])
 async def test_pushes_arrive_on_the_device(kit, device_world, mode, where, world):
@@ -122,6 +128,146 @@ async def test_pushes_arrive_on_the_device(kit, device_world, mode, where, world
     assert len(devices) == world
     await pusher.close()
     assert all(device.registered == {} for device in devices), "page locks are let go of at close"
+
+
+@pytest.fixture
+async def waiting(kit, device_world):
+    """Two source ranks in the midst of a push to two targets; rank 1 waits for what its trainer gave the device before.
+
+    ``await waiting(**config)`` gives the pusher, the targets with their models, what arrives, and the push's results.
+    """
+    start_target, connect, devices = device_world
+    pushes = []
+
+    async def begin(**config):
+        whole = content()
+        models = [kit.Bag(kit.poisoned(whole)) for _ in range(2)]
+        targets = [await start_target(OnDevice(model)) for model in models]
+        pusher = await connect(place(kit.row_shards(whole, 2), host=()), targets, **config)
+        devices[1].done = devices[1].recorded
+        pushes.append(asyncio.create_task(pusher.results(1)))
+        asked = devices[1].asked
+        await kit.until(lambda: devices[1].asked > asked or pushes[-1].done())
+        return SimpleNamespace(
+            pusher=pusher, targets=targets, models=models, whole=whole, results=pushes[-1], slow=devices[1],
+            runs=[engine._session._run for engine in pusher.engines],
+        )  # fmt: skip
+
+    yield begin
+    for push in pushes:
+        push.cancel()
+    await asyncio.gather(*pushes, return_exceptions=True)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+async def test_a_trainers_stream_that_never_gets_there_costs_one_push(waiting, kit, transport):
+    at = await waiting(transport=transport, push_timeout_s=1.0)
+    results = await at.results
+    assert all(isinstance(result, PushTimeout) for result in results), results
+    assert any("what the trainer gave it before" in str(result) for result in results), results
+    at.slow.done = float("inf")
+    await at.pusher.push_well(2)
+    assert [kit.differing(model, at.whole) for model in at.models] == [[], []]
+
+
+async def test_a_rank_that_waits_for_its_trainer_leaves_a_push_that_was_called_off(waiting):
+    at = await waiting(push_timeout_s=1000.0)
+    at.pusher.engines[0]._running.cancel()
+    _, other = await at.results
+    assert isinstance(other, PushError)
+    assert "cancelled" in str(other)
+    assert at.slow.done < at.slow.recorded, "nothing but the other rank ended its wait"
+
+
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+async def test_a_target_that_is_lost_while_a_rank_waits_for_its_trainer_holds_up_nobody(waiting, kit, mode):
+    transport, landing = mode
+    at = await waiting(transport=transport, landing=landing, push_timeout_s=1000.0, target_timeout_s=900.0)
+    await at.targets[0].leader.close()
+    await kit.until(lambda: all(0 in run.lost for run in at.runs))
+    at.slow.done = float("inf")
+    for report in await at.results:
+        assert [target.ok for target in report.targets.values()] == [False, True], str(report)
+    assert kit.differing(at.models[1], at.whole) == []
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+async def test_no_target_may_be_left_when_the_trainer_has_written(waiting, kit, transport):
+    at = await waiting(transport=transport, push_timeout_s=1000.0, target_timeout_s=900.0)
+    for target in at.targets:
+        await target.leader.close()
+    await kit.until(lambda: all(len(run.lost) == 2 for run in at.runs))
+    at.slow.done = float("inf")
+    for report in await at.results:
+        assert [target.ok for target in report.targets.values()] == [False, False], str(report)
+
+
+@pytest.mark.parametrize("point", ["empty", "pinned", "senders", "cancelled"])
+async def test_a_connect_that_fails_leaves_nothing_page_locked(start_target, engines, kit, devices, monkeypatch, *, point):
+    whole = {"large": torch.zeros(1024, 1024)}
+    target = await start_target(OnDevice(kit.Bag(kit.poisoned(whole))))
+    pusher = engines(place(kit.row_shards(whole, 1), host=("large",)), [target])
+    began, go_on, asked = asyncio.Event(), threading.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def boom(*_args, **_options):
+        asked.extend(device.registered.copy() for device in devices)
+        if point == "cancelled":
+            loop.call_soon_threadsafe(began.set)
+            assert go_on.wait(30)
+            return torch.empty(64 << 20, dtype=torch.uint8)
+        raise RuntimeError("by the test")
+
+    if point == "senders":
+        monkeypatch.setattr(wiring, "Senders", boom)
+    else:
+        monkeypatch.setattr(load("slow_device").SlowDevice, "pinned" if point == "pinned" else "empty", boom)
+    connecting = asyncio.create_task(pusher.connect())
+    if point == "cancelled":
+        await began.wait()
+        connecting.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+    (failure,) = await asyncio.gather(connecting, return_exceptions=True)
+    assert isinstance(failure, asyncio.CancelledError if point == "cancelled" else PushError), failure
+    assert asked
+    assert all(asked), "it had been page-locked by then"
+    assert [device.registered for device in devices] == [{}]
+
+
+def test_work_for_the_engines_thread_has_the_callers_device(monkeypatch):
+    """The current device is one of each thread; the engine's would be 0, whatever GPU a rank has."""
+    devices, waited = {threading.get_ident(): 3}, []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices.get(threading.get_ident(), 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.update({threading.get_ident(): device}))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda _: waited.append(device))
+    )
+
+    async def work():
+        return torch.cuda.current_device()
+
+    with ThreadPoolExecutor(1) as engine:
+        assert engine.submit(asyncio.run, device_wiring.after_caller(work())).result() == 3
+    assert waited == [3]
+
+
+async def test_a_loader_is_called_with_the_device_of_its_weights(start_target, connect, kit, devices, monkeypatch):
+    there = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: there.update({threading.current_thread().name: device}))
+    seen = []
+
+    class Asks(OnDevice):
+        def begin(self, version):
+            seen.append(there.get(threading.current_thread().name))
+            super().begin(version)
+
+    whole = content()
+    pusher = await connect(place(kit.row_shards(whole, 1), host=()), [await start_target(Asks(kit.Bag(kit.poisoned(whole))))])
+    await pusher.push_well(1)
+    assert seen == [torch.device("cpu")], "where this test says that its weights are"
 
 
 async def test_auto_takes_cuda_ipc_on_one_host(start_target, connect, kit, devices):
@@ -147,18 +293,32 @@ async def test_targets_on_both_kinds_of_memory_are_refused_by_name(start_target,
         await engines(kit.row_shards(whole, 1), [there, here]).connect()
 
 
-def test_the_ring_and_the_tasks_share_the_watermark():
-    class Recipe:
-        def __init__(self, bucket, without):
-            self.task = dataclasses.make_dataclass("Task", ["nbytes", "receivers"])(bucket, ("r",))
-            self.layout = dataclasses.make_dataclass("Layout", ["with_bucket", "without_bucket"])(bucket + without, without)
+def recipe(bucket, beside, *, lent_whole=False):
+    """What `Shares` looks at of a recipe: the sizes of its bucket and of what is needed beside it."""
+    return SimpleNamespace(
+        task=SimpleNamespace(nbytes=bucket, receivers=("r",)), lent_whole=lent_whole,
+        layout=SimpleNamespace(with_bucket=bucket + beside, without_bucket=beside),
+    )  # fmt: skip
 
-    recipes = [Recipe(1 << 20, 2 << 20) for _ in range(20)]
+
+def test_the_ring_and_the_tasks_share_the_watermark():
+    recipes = [recipe(1 << 20, 2 << 20) for _ in range(20)]
     shares = device_wiring.Shares.of(recipes, 12 << 20, ["r"])
-    assert shares.ring + shares.private <= 12 << 20
-    assert shares.ring == 4 << 20
+    assert (shares.ring, shares.private) == (4 << 20, 8 << 20)
     none = device_wiring.Shares.of(recipes, 12 << 20, [])
     assert (none.ring, none.private) == (0, 12 << 20)
+    lent = device_wiring.Shares.of([*recipes, recipe(16 << 20, 0, lent_whole=True)], 12 << 20, ["r"])
+    assert lent == shares, "no room for what receivers copy from where it lies"
+
+
+@pytest.mark.parametrize("ringed", [True, False])
+def test_buckets_and_what_is_needed_beside_them_never_take_more_than_the_watermark(ringed):
+    recipes, places = [recipe(900 << 20, 0), recipe(300 << 20, 600 << 20)], ["r"] if ringed else []
+    enough = (1500 if ringed else 900) << 20
+    shares = device_wiring.Shares.of(recipes, enough, places)
+    assert shares.ring + shares.private == enough
+    with pytest.raises(PlanError, match="lower bucket_bytes or raise max_tmp_bytes" if ringed else "do not fit"):
+        device_wiring.Shares.of(recipes, enough - 1, places)
 
 
 def test_a_rank_assembles_where_its_tensors_are():

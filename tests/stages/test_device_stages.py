@@ -404,8 +404,9 @@ async def test_page_locked_memory_is_let_go_of_when_the_device_has_read_it():
     memory = torch.zeros(WORTH_NBYTES, dtype=torch.uint8)
     assert locks.lock(memory)
     rig = DeviceRig(
-        device=device, recipes={}, locks=locks, shares=Shares(private=0, ring=0), pinned=device.pinned(0), watch=watch
-    )
+        device=device, recipes={}, locks=locks, shares=Shares(private=0, ring=0), pinned=device.pinned(0),
+        private=device.empty(0), watch=watch,
+    )  # fmt: skip
     reading = Lane(device, watch).done(memory)
     await rig.close(0.0)
     assert device.registered
@@ -447,10 +448,11 @@ def test_a_bucket_has_room_wherever_its_task_takes_it_from(monkeypatch):
         assert ringed.ring == (0 if recipe.lent_whole else aligned(recipe.task.nbytes))
         for in_ring in (frozenset(), frozenset(receivers)):
             rig = DeviceRig(
-                device=SlowDevice(), recipes={0: recipe}, locks=None, shares=apart, pinned=torch.empty(0), in_ring=in_ring
-            )
+                device=SlowDevice(), recipes={0: recipe}, locks=None, shares=apart, pinned=torch.empty(0),
+                private=torch.empty(0), in_ring=in_ring,
+            )  # fmt: skip
             free = recipe.lent_whole and bool(in_ring)
-            assert rig.not_assembled == ({0: recipe.layout.without_bucket} if free else {})
+            assert rig.tmp_nbytes == {0: recipe.layout.without_bucket if free else recipe.layout.with_bucket}
     rank.close()
 
 
