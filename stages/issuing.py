@@ -231,8 +231,8 @@ class Issuing:
         self.links[link.label] = link
         try:
             link.communicator = self.runtime.start(link.size, link.unique_id, link.rank)
-        except TransportError as error:
-            self.give_up(link, error)
+        except (TransportError, RuntimeError) as error:
+            self.give_up(link, _named(link, error))
 
     def submit(self, operation: Operation) -> None:
         """Have an operation issued in its turn; it fails at once on a link that was given up."""
@@ -242,8 +242,9 @@ class Issuing:
         self.order.submit(operation)
 
     def expect(self, steps: Iterable[Iterable[Key]]) -> None:
-        """See `IssueOrder.expect`."""
-        for operation in self.order.expect(steps):
+        """See `IssueOrder.expect`. Nothing is awaited for a communicator that is gone: nobody would submit it."""
+        there = [frozenset(key for key in step if key.label in self.links) for step in steps]
+        for operation in self.order.expect(there):
             operation.done(TransportError("the push that this message was part of is over"))
 
     def turn(self, now: float) -> None:
@@ -275,6 +276,11 @@ class Issuing:
         self._aborting.add(id(link))
         self.start_abort(link)
 
+    def give_up_all(self, error: TransportError) -> None:
+        """Abort every communicator."""
+        for link in list(self.links.values()):
+            self.give_up(link, error)
+
     def aborted(self, link: Link) -> None:
         """The abort of a link has returned: its memory is not used any more."""
         error = link.error or TransportError("closed")
@@ -301,7 +307,7 @@ class Issuing:
                 if not done:
                     self.runtime.ready(flight.link.communicator)  # raises what has gone wrong meanwhile
             except (TransportError, RuntimeError) as error:
-                self.give_up(flight.link, TransportError(f"{flight.link.label}: {error}"))
+                self.give_up(flight.link, _named(flight.link, error))
                 continue
             if done:
                 self._flying.remove(flight)
@@ -313,9 +319,7 @@ class Issuing:
     def _check_launching(self, now: float) -> None:
         for flight in list(self._launching):
             if self._asked(flight.link):
-                flight.event = self.runtime.mark(flight.link.communicator)
-                self._flying.append(flight)
-                self._launching.remove(flight)
+                self._mark(flight)
             elif flight.link.error is None and flight.until <= now:
                 self._late(flight.link)
 
@@ -324,17 +328,32 @@ class Issuing:
         self._launching.append(_Flight(link, operations))
         try:
             self.runtime.group(link.communicator, [message for one in operations for message in one.messages])
-        except TransportError as error:
-            self.give_up(link, error)
+        except (TransportError, RuntimeError) as error:
+            self.give_up(link, _named(link, error))
+
+    def _mark(self, flight: _Flight) -> None:
+        """It runs on the device now."""
+        try:
+            flight.event = self.runtime.mark(flight.link.communicator)
+        except (TransportError, RuntimeError) as error:
+            self.give_up(flight.link, _named(flight.link, error))
+            return
+        self._flying.append(flight)
+        self._launching.remove(flight)
 
     def _asked(self, link: Link) -> bool:
         try:
             return bool(self.runtime.ready(link.communicator))
-        except TransportError as error:
-            self.give_up(link, TransportError(f"{link.label}: {error}"))
+        except (TransportError, RuntimeError) as error:
+            self.give_up(link, _named(link, error))
             return False
 
     def _late(self, link: Link | None) -> None:
         if link is not None:
             peers = f"rank {link.rank} of {link.size}"
             self.give_up(link, TransportError(f"{link.label}: nothing came through in time ({peers}); the link is aborted"))
+
+
+def _named(link: Link, error: Exception) -> TransportError:
+    """What a call of the runtime raised, with what the communicator is for."""
+    return TransportError(f"{link.label}: {error}")

@@ -55,7 +55,11 @@ class Lane:
         whole: Signal[None] = Signal()
 
         def launched() -> None:
-            done = self.done(used)
+            try:
+                done = self.done(used)
+            except Exception as error:  # noqa: BLE001 - the device is lost: nothing on it can be asked for any more
+                whole.fail(launching.error or error)
+                return
 
             def over() -> None:
                 error = launching.error or done.error

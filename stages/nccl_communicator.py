@@ -66,11 +66,14 @@ class Issuer:
     def _run(self) -> None:
         machine = self._machine
         while True:
-            with contextlib.suppress(Empty):
-                self._commands.get(timeout=_ASK_S if machine.busy else None)()
-                while True:
-                    self._commands.get_nowait()()
-            machine.turn(self.clock())
+            try:
+                with contextlib.suppress(Empty):
+                    self._commands.get(timeout=_ASK_S if machine.busy else None)()
+                    while True:
+                        self._commands.get_nowait()()
+                machine.turn(self.clock())
+            except Exception as error:  # noqa: BLE001 - nobody may be left to wait for a thread that has ended
+                machine.give_up_all(TransportError(f"the thread that makes NCCL calls failed: {error!r}"))
             with self._lock:
                 if machine.idle and self._commands.empty():
                     self._running = False

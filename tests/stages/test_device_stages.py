@@ -22,7 +22,7 @@ from syncline.stages import device_recipes
 from syncline.stages.assembly import Assembly
 from syncline.stages.buffers import BufferPool, aligned
 from syncline.stages.communicator import Communicator
-from syncline.stages.completions import TaskScope
+from syncline.stages.completions import Signal, TaskScope
 from syncline.stages.cudart import enough_memory
 from syncline.stages.device import CudaDevice
 from syncline.stages.device_events import EventSlots
@@ -396,6 +396,25 @@ async def test_memory_is_held_when_whoever_waits_for_the_device_is_gone(stage):
     del watch
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("launch", ["launched", "failed"])
+async def test_a_device_that_is_lost_ends_what_waits_for_it(monkeypatch, launch):
+    """Nothing can be recorded on it any more; the first error is the one to tell."""
+    device = SlowDevice()
+    lane, launching = Lane(device, Watch()), Signal()
+
+    def lost():
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(device, "event", lost)
+    whole = lane.after(launching, used=None)
+    if launch == "launched":
+        launching.set()
+    else:
+        launching.fail(RuntimeError("the kernel failed"))
+    with pytest.raises(RuntimeError, match="device is lost" if launch == "launched" else "kernel failed"):
+        await asyncio.wait_for(whole, PATIENCE_S)
 
 
 async def test_page_locked_memory_is_let_go_of_when_the_device_has_read_it():

@@ -189,7 +189,8 @@ class Rank:
 
     def finish_aborts(self):
         for link in self.to_abort:
-            self.runtime.abort(link.communicator)
+            if link.communicator is not None:
+                self.runtime.abort(link.communicator)
             self.machine.aborted(link)
         self.to_abort.clear()
 
@@ -318,6 +319,43 @@ def test_the_others_go_on_when_one_is_given_up(pair, fabric):
     assert stalled == []
     assert sent == got == [[None], [None]]
     assert [int(one[0]) for one in memory] == [7, 8]
+
+
+def test_a_link_that_was_given_up_before_the_plan_is_told_holds_nobody_up(pair, fabric):
+    (a, _), (to_b, _) = pair
+    third = Rank(fabric)
+    unique_id = fabric.runtime().unique_id()
+    links = [a.link("third", 2, 0, unique_id), third.link("third", 2, 1, unique_id)]
+    for one in (a, third):
+        one.machine.turn(0.0)
+    a.machine.give_up(to_b, TransportError("dropped"))
+    a.finish_aborts()
+    a.machine.expect([[Key("pair", True, 1, 0)], [Key("third", True, 1, 0)]])
+    memory = bytes_of(0)
+    got = third.move(links[1], memory, 0, sends=False)
+    lost, sent = a.move(to_b, bytes_of(1), 1, sends=True), a.move(links[0], bytes_of(7), 1, sends=True)
+    for one in (a, third, a, third):
+        one.machine.turn(1.0)
+    assert [str(error) for error in lost] == ["dropped"]
+    assert (sent, got, int(memory[0])) == ([None], [None], 7)
+
+
+@pytest.mark.parametrize("call", ["start", "ready", "group", "mark"])
+def test_a_device_that_is_lost_is_the_links_error(pair, fabric, monkeypatch, call):
+    """CUDA's own errors come as RuntimeError, whatever is called."""
+    (a, _), (to_b, _) = pair
+
+    def lost(*_args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(a.runtime, call, lost)
+    link = a.link("other", 2, 0, fabric.runtime().unique_id()) if call == "start" else to_b
+    sent = a.move(link, bytes_of(1), 1, sends=True)
+    for now in (1.0, 2.0):
+        a.machine.turn(now)
+        a.finish_aborts()
+    assert "illegal memory access" in str(sent[0])
+    assert "illegal memory access" in link.said[-1]
 
 
 def test_those_that_never_come_are_not_waited_for(fabric):

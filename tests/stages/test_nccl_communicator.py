@@ -61,6 +61,26 @@ async def test_bytes_go_both_ways_and_the_thread_ends_with_the_last(meet):
         await one.send(filled(1), 1, 9)
 
 
+async def test_whatever_the_thread_fails_with_nobody_waits_for_it(meet, monkeypatch):
+    one, other = await meet(2)
+    issuer = one._issuer
+
+    def bug(*_args):
+        raise KeyError("by the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(issuer.runtime, "group", bug)
+        with pytest.raises(TransportError, match="by the test"):
+            await asyncio.wait_for(one.send(filled(1), 1, 0), 10)
+        await asyncio.wait_for(one.close(), 10)
+    await other.close()
+    again, peer = await meet(2, [issuer, other._issuer])
+    memory = filled(0)
+    await asyncio.gather(again.send(filled(2), 1, 0), peer.recv(memory, 0, 0))
+    assert int(memory[0]) == 2
+    await asyncio.gather(again.close(), peer.close())
+
+
 async def test_one_thread_makes_the_calls_of_all_communicators(meet, fabric):
     issuers = [Issuer(fabric.runtime()) for _ in range(2)]
     pairs = [await meet(2, issuers, label=label) for label in ("a", "b")]
