@@ -186,7 +186,7 @@ class StreamedOnDevice(_OnDevice):
         used: list[object] = [bucket, lent]
 
         def load() -> Launched:
-            whole = bucket if not lent else _joined(installed, bucket, lent)
+            whole = bucket if not lent else _joined(installed, bucket, lent, self._stream.device)
             used.append(whole)
             digest = nothing()
             if self._route.verify and ways.digest is not None:
@@ -270,9 +270,9 @@ def _ways(task: TargetTask, buffers: Buffers, stream: LandingStream, shift: int)
     )
 
 
-def _joined(task: TargetTask, bucket: torch.Tensor, lent: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """A bucket with what is lent in its place, for a loader that takes memory in one piece."""
-    whole = torch.empty(task.nbytes, dtype=torch.uint8, device=bucket.device)
+def _joined(task: TargetTask, bucket: torch.Tensor, lent: Mapping[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A bucket with what is lent in its place, for a loader that takes memory in one piece: on ``device``, the receiver's."""
+    whole = torch.empty(task.nbytes, dtype=torch.uint8, device=device)
     for landing in task.landings:
         at, nbytes = landing.segment.offset, landing.segment.nbytes
         if nbytes:

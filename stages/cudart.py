@@ -264,7 +264,18 @@ class CudaIpc:
     def view(self, owner: Any, address: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.as_tensor(_Span(owner, address, nbytes), device=self.device)  # without it torch would copy to the CPU
+        return torch.as_tensor(_Span(owner, address, nbytes), device=self._where(address))
+
+    def _where(self, address: int) -> torch.device:
+        """The GPU that memory lies on, which may be a neighbour of ours: on any other device torch would make a copy of it."""
+        others = (torch.device("cuda", ordinal) for ordinal in range(torch.cuda.device_count()))
+        for device in (self.device, *others):
+            if torch.as_tensor(_Span(None, address, 1), device=device).data_ptr() == address:
+                return device
+        raise TransportError(
+            f"torch does not look into the source's memory at {address:#x} from {self.device}, but copies it: choose "
+            "transport 'nccl'"
+        )
 
     def make_event(self) -> torch.cuda.Event:
         with torch.cuda.device(self.device):

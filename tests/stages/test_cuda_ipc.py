@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import signal
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
+from syncline.stages.cudart import CudaIpc
 from syncline.stages.errors import TransportError
 from syncline.stages.transports.cuda_ipc import EVENTS, CudaIpcOffer, CudaIpcSender
 
@@ -234,3 +236,26 @@ async def test_a_stopped_receiver_never_sees_another_push_as_its_own(processes):
     one.targets[stopped].signal(signal.SIGCONT)
     await one.targets[stopped].release_hold()
     assert "TransportError" in (await receiving)["error"]
+
+
+@pytest.mark.parametrize("home", [0, 1, None])
+def test_memory_of_a_neighbouring_gpu_is_looked_into_and_never_copied(monkeypatch, home):
+    """torch makes a copy of memory that lies on another device than it is told: every push would land what was there once."""
+    asked = []
+
+    def as_tensor(span, *, device):
+        address, _ = span.__cuda_array_interface__["data"]
+        asked.append(device.index)
+        return SimpleNamespace(device=device, data_ptr=lambda: address if device.index == home else 7)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    runtime = object.__new__(CudaIpc)
+    runtime.device = torch.device("cuda", 0)
+    if home is None:
+        with pytest.raises(TransportError, match="choose transport 'nccl'"):
+            runtime.view(object(), 0x1000, 64)
+        return
+    view = runtime.view(object(), 0x1000, 64)
+    assert view.device.index == asked[-1] == home
+    assert view.data_ptr() == 0x1000
