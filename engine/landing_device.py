@@ -136,6 +136,14 @@ class StreamedOnDevice(_OnDevice):
     def __init__(self, route: Route, buffers: Buffers, stream: LandingStream) -> None:
         super().__init__(route, buffers, stream)
         self._begun = False
+        if isinstance(self._half, Lending):
+            self._half.when_gone(self._forget)
+
+    def _forget(self, owner: int) -> None:
+        """Launches know addresses in the memory of source rank ``owner``, which stays mapped as long as they do."""
+        for task in self._route.program.tasks:
+            if task.owner == owner:
+                self._ways.pop(task.index, None)
 
     async def begin(self, push_id: str, timeout_s: float) -> None:
         self._begun = False
@@ -159,13 +167,16 @@ class StreamedOnDevice(_OnDevice):
 
     def _prepare(self) -> None:
         for task in self._route.program.tasks:
-            ways = self._ways[task.index]
+            ways = self._ways.get(task.index)
+            if ways is None:  # its source has gone again
+                continue
             if ways.copies is not None:
                 ways.copies.prepare(self._lent(task), verify=self._route.verify)
             if ways.digest is not None and self._route.verify:
                 ways.digest.prepare()
 
     def _take(self, task: TargetTask, bucket: torch.Tensor) -> Signal[int]:
+        self._half.check()  # a link that has ended since its bucket came has taken the way there with it
         ways, lent = self._ways[task.index], self._lent(task)
         if ways.installed is None:
             return self._launch(self._write, ways, bucket, lent)

@@ -342,11 +342,15 @@ class Wiring:
 
     def abort(self) -> None:
         """A push failed: cut what is under way, so that abandoned work ends soon."""
+        self._cut_sources()
+        self.drop_targets(range(len(self.receivers)))
+
+    def _cut_sources(self) -> None:
+        """End what is under way among the source ranks."""
         if self._communicator is not None:
             self._aborting = self._communicator.abort()
         if self._nccl is not None:
             _ = self._nccl.abort()
-        self.drop_targets(range(len(self.receivers)))
 
     async def settle(self) -> int:
         """Wait a bounded time for work that an earlier push left in flight; how much of it has not ended."""
@@ -354,7 +358,10 @@ class Wiring:
 
     async def close(self) -> None:
         """Close everything in bounded time. Memory that work still uses is kept alive by that work."""
-        self.abort()
+        if self.driver.abandoned or any(self.driver.in_flight.values()):
+            self.abort()
+        else:  # links that stand are closed in order: receivers let go of this rank's memory before it does itself
+            self._cut_sources()
         await self.driver.close(_SETTLE_S)
         for sender in self._senders.values():
             await sender.close()

@@ -273,6 +273,13 @@ class Lending(Protocol):
         """
         ...
 
+    def when_gone(self, forget: Callable[[int], None]) -> None:
+        """``forget`` is called with a source rank when its memory is to be let go of.
+
+        Nothing comes from it any more, and it waits until nobody looks into what it lent.
+        """
+        ...
+
 
 @runtime_checkable
 class Placing(Protocol):

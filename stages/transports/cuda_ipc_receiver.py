@@ -60,8 +60,9 @@ class _Owner:
     """The link with one source rank."""
 
     def __init__(
-        self, rank: int, offer: CudaIpcOffer, sock: socket.socket, runtime: IpcRuntime, is_over: Callable[[int], bool]
-    ) -> None:
+        self, rank: int, offer: CudaIpcOffer, sock: socket.socket, runtime: IpcRuntime, *,
+        is_over: Callable[[int], bool], forget: Callable[[int], None],
+    ) -> None:  # fmt: skip
         self.rank = rank
         self.offer = offer
         self.error: TransportError | None = None
@@ -69,6 +70,7 @@ class _Owner:
         self._loop = asyncio.get_running_loop()
         self._runtime = runtime
         self._is_over = is_over
+        self._forget = forget
         self._pushes: dict[int, _Push] = {}
         self.imports = Imports(runtime, self._all_closed)
         self.closed: Signal[None] = Signal()
@@ -165,6 +167,7 @@ class _Owner:
         self._ring = None
         self._lent.clear()
         self._events.clear()
+        self._forget(self.rank)
         if not self._closing:  # closing a handle may take a millisecond
             self._closing = True
             _ = call_in_thread(self.imports.close, name="syncline-ipc-close")
@@ -201,6 +204,7 @@ class CudaIpcHalf:
         self._watch = Watch()
         self._key = 0
         self._over: deque[int] = deque(maxlen=_ENDED_PUSHES)
+        self._forget: Callable[[int], None] = lambda _rank: None
 
     @property
     def landing_bytes(self) -> int:
@@ -265,6 +269,9 @@ class CudaIpcHalf:
         """Segments that are not in the bucket: offset -> where they lie. None with ``staged``: all is copied."""
         return {} if self.persistent else self._owner(task.owner).lent(task.index)
 
+    def when_gone(self, forget: Callable[[int], None]) -> None:
+        self._forget = forget
+
     def check(self) -> None:
         for owner in self._owners.values():
             owner.check()
@@ -292,6 +299,9 @@ class CudaIpcHalf:
             async with asyncio.timeout(min(timeout_s, _ORDERLY_S)):
                 for owner in self._owners.values():
                     await owner.closed
+
+    def _gone(self, owner: int) -> None:
+        self._forget(owner)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Launched:
         return Launched(self._runtime.copy(pairs), lambda: 0, pairs)
@@ -331,7 +341,9 @@ class CudaIpcHalf:
         except OSError as error:
             sock.close()
             raise TransportError(f"source rank {rank} cannot be reached at {offer.path}: {error}") from error
-        owner = self._owners[rank] = _Owner(rank, offer, sock, self._runtime, self._over.__contains__)
+        owner = self._owners[rank] = _Owner(
+            rank, offer, sock, self._runtime, is_over=self._over.__contains__, forget=self._gone
+        )  # fmt: skip
         me = self._program.receiver
         owner.channel.send(Message(Kind.HELLO, push=offer.token, a=me.target, b=me.rank))
 

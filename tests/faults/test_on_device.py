@@ -20,6 +20,7 @@ import torch
 from syncline.adapters.engines import ModuleLoader
 from syncline.engine import device_wiring, linking, transports, wiring
 from syncline.engine.errors import PlanError, PushError, PushTimeout
+from syncline.stages.ipc import Exports
 
 STAGES = Path(__file__).parents[1] / "stages"
 THERE = "cuda:0"
@@ -200,6 +201,42 @@ async def test_no_target_may_be_left_when_the_trainer_has_written(waiting, kit, 
     at.slow.done = float("inf")
     for report in await at.results:
         assert [target.ok for target in report.targets.values()] == [False, False], str(report)
+
+
+@pytest.mark.parametrize("replan", [False, True])
+@pytest.mark.parametrize("landing", ["staged", "streamed"])
+async def test_receivers_let_go_of_a_sources_memory_before_it_does_itself(
+    start_target, connect, kit, devices, monkeypatch, *, replan, landing
+):  # fmt: skip
+    logs, open_then = [], []
+    make, close = transports.CudaIpc, Exports.close
+
+    def made(device):
+        runtime = make(device)
+        logs.append(runtime.log)
+        return runtime
+
+    def closing(self):
+        open_then.append(sum(log.count("open") - log.count("close") for log in logs))
+        close(self)
+
+    for module in (transports, linking):
+        monkeypatch.setattr(module, "CudaIpc", made)
+    monkeypatch.setattr(Exports, "close", closing)
+    whole = content()
+    (source,) = place(kit.row_shards(whole, 1), host=())
+    model = kit.Bag(kit.poisoned(whole))
+    pusher = await connect([source], [await start_target(OnDevice(model))], landing=landing, transport="cuda_ipc")
+    await pusher.push_well(1)
+    assert any("open" in log for log in logs)
+    if replan:
+        source.held = {name: [(box, tensor.clone()) for box, tensor in parts] for name, parts in source.held.items()}
+        source.change()
+        await pusher.push_well(2)
+        assert kit.differing(model, whole) == []
+    else:
+        await pusher.close()
+    assert open_then == [0]
 
 
 @pytest.mark.parametrize("point", ["empty", "pinned", "senders", "cancelled"])

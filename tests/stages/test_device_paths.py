@@ -20,6 +20,7 @@ from syncline.engine.errors import PlanError
 from syncline.engine.landing import Route
 from syncline.engine.landing_device import landing_device, make_device_path
 from syncline.engine.loader_thread import LoaderThread
+from syncline.stages.errors import TransportError
 from syncline.stages.transports.cuda_ipc import CudaIpcSender
 
 CPU = torch.device("cpu")
@@ -167,6 +168,20 @@ async def test_closing_lets_go_of_the_sources_memory(bed):
         await path.close()
         opened = one.sources[0].sender.exported
         assert target.half.handles == (opened, opened)
+
+
+@pytest.mark.parametrize("landing", ["streamed", "staged"])
+async def test_a_source_that_closes_waits_until_nobody_looks_into_its_memory(bed, landing):
+    """What was built to launch must not keep it mapped: an engine that serves on may never link again."""
+    one, paths = await bed(landing, "mixed", lent=True)
+    await push(one, paths, 1)
+    sender = one.sources[0].sender
+    opened = sender.exported
+    await sender.close()
+    for target in one.targets.values():
+        assert target.half.handles == (opened, opened)
+    with pytest.raises(TransportError, match="closed the link"):
+        await paths[0].begin("push-2", 30)
 
 
 async def until(predicate):
