@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,10 +17,19 @@ from syncline.scheduler.errors import PlanError
 from syncline.scheduler.routing import size
 
 from .hardware import Gpus, Work
-from .simulate import Prediction, Scenario, simulate
+from .simulate import Scenario, simulate
 from .world import ScenarioError
 
 _RATES = ("h2d", "kernel", "copy", "digest", "nvlink", "nic")
+
+
+class _Change(NamedTuple):
+    """What is changed, in words, and how: ``made`` may refuse."""
+
+    knob: str
+    before: str
+    after: str
+    made: Callable[[], Scenario]
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,27 +43,32 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     refused: str = ""
 
 
-def effects(scenario: Scenario) -> Iterator[Effect]:
-    """Every knob, then the hardware. Each is one simulation (and a plan, for the knobs that shape it)."""
-    for knob, after in _changes(scenario):
-        before = getattr(scenario.config, knob)
-        if knob == "bucket_bytes":
-            before = scenario.config.bucket
-        try:
-            there = simulate(replace(scenario, config=replace(scenario.config, **{knob: after})))
-        except (ConfigError, PlanError, ScenarioError) as error:
-            yield Effect(knob=knob, before=_said(knob, before), after=_said(knob, after), refused=_refusal(error))
-            continue
-        yield _effect(knob, before, after, there)
-    for name, before, after, changed in _machines(scenario):
-        yield _effect(name, before, after, simulate(changed))
+_PLANNED = frozenset({"bucket_bytes", "max_tmp_bytes", "landing", "route"})
+"""Knobs that shape the plan: a change of one takes a plan besides the simulation."""
 
 
-def _effect(knob: str, before: object, after: object, there: Prediction) -> Effect:
-    return Effect(
-        knob=knob, before=_said(knob, before), after=_said(knob, after), seconds=there.seconds,
-        peak_tmp_bytes=there.peak_tmp_bytes,
-    )  # fmt: skip
+def effects(scenario: Scenario, within_s: float = math.inf) -> tuple[list[Effect], int]:
+    """Every knob, then the hardware, and how many changes are missing. Each is one simulation, for some knobs with a plan.
+
+    Begins none after ``within_s`` seconds; those that need no plan come first.
+    """
+    changes = [*_changes(scenario), *_machines(scenario)]
+    found: dict[int, Effect] = {}
+    until = time.perf_counter() + within_s
+    for number in sorted(range(len(changes)), key=lambda number: changes[number].knob in _PLANNED):
+        if time.perf_counter() >= until:
+            break
+        found[number] = _effect(changes[number])
+    return [found[number] for number in sorted(found)], len(changes) - len(found)
+
+
+def _effect(change: _Change) -> Effect:
+    effect = Effect(knob=change.knob, before=change.before, after=change.after)
+    try:
+        there = simulate(change.made())
+    except (ConfigError, PlanError, ScenarioError) as error:
+        return msgspec.structs.replace(effect, refused=_refusal(error))
+    return msgspec.structs.replace(effect, seconds=there.seconds, peak_tmp_bytes=there.peak_tmp_bytes)
 
 
 def _said(knob: str, value: object) -> str:
@@ -66,7 +83,17 @@ def _refusal(error: Exception) -> str:
     return problems[0]
 
 
-def _changes(scenario: Scenario) -> Iterator[tuple[str, Any]]:
+def _changes(scenario: Scenario) -> Iterator[_Change]:
+    for knob, after in _values(scenario):
+        before = scenario.config.bucket if knob == "bucket_bytes" else getattr(scenario.config, knob)
+        yield _Change(knob, _said(knob, before), _said(knob, after), partial(_with, scenario, knob, after))
+
+
+def _with(scenario: Scenario, knob: str, value: object) -> Scenario:
+    return replace(scenario, config=replace(scenario.config, **{knob: value}))  # type: ignore[arg-type]  # a knob's own type
+
+
+def _values(scenario: Scenario) -> Iterator[tuple[str, Any]]:
     config, on_cores = scenario.config, not isinstance(scenario.hardware, Gpus)
     for knob, value in (("bucket_bytes", config.bucket), ("max_tmp_bytes", config.watermark)):
         yield knob, value // 2
@@ -86,7 +113,7 @@ def _changes(scenario: Scenario) -> Iterator[tuple[str, Any]]:
                 yield knob, choice
 
 
-def _machines(scenario: Scenario) -> Iterator[tuple[str, str, str, Scenario]]:
+def _machines(scenario: Scenario) -> Iterator[_Change]:
     """The same push on hardware of which one rate is halved or doubled."""
     hardware = scenario.hardware
     names = _RATES if isinstance(hardware, Gpus) else ("copy", "digest", "copy_digest", "loopback")
@@ -103,7 +130,8 @@ def _machines(scenario: Scenario) -> Iterator[tuple[str, str, str, Scenario]]:
             else:
                 changed, before, after = value * factor, value, value * factor
             other = msgspec.structs.replace(hardware, **{name: changed})
-            yield f"hardware: {name}", _rate(before), _rate(after), replace(scenario, hardware=other)
+            made = partial(replace, scenario, hardware=other)
+            yield _Change(f"hardware: {name}", _rate(before), _rate(after), made)
 
 
 def _rate(value: float) -> str:

@@ -8,11 +8,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from syncline.bench.simulation import whatif
 from syncline.bench.simulation.bounds import bounds
 from syncline.bench.simulation.clock import VirtualLoop, _Skip
 from syncline.bench.simulation.command import SimulateArgs, main
@@ -121,7 +123,7 @@ def test_the_same_scenario_gives_the_same_prediction(there: Scenario, prediction
 
 @pytest.fixture(scope="module")
 def changed(there: Scenario) -> dict[tuple[str, str], float]:
-    found = {(e.knob, e.after): e.seconds for e in effects(there) if e.seconds is not None}
+    found = {(e.knob, e.after): e.seconds for e in effects(there)[0] if e.seconds is not None}
     assert found
     return found
 
@@ -461,8 +463,20 @@ def test_what_dominates_a_push_on_one_host_is_named(what: dict[str, Any], transp
     assert simulate(there).bottleneck == named
 
 
+def test_what_if_keeps_to_its_time_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that need a plan of their own come last; what is told stays in the order of the knobs."""
+    there = small()
+    found, missing = effects(there)
+    assert missing == 0
+    assert effects(there, 0.0) == ([], len(found))
+    seconds = iter(range(100))
+    monkeypatch.setattr(whatif, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    quick = [effect for effect in found if effect.knob not in {"bucket_bytes", "max_tmp_bytes", "landing", "route"}]
+    assert effects(there, len(quick) + 1) == (quick, len(found) - len(quick))
+
+
 def test_what_if_shows_sizes_in_their_unit() -> None:
-    found = {effect.knob: effect for effect in effects(small(knobs={"max_tmp_bytes": "256MiB"}))}
+    found = {effect.knob: effect for effect in effects(small(knobs={"max_tmp_bytes": "256MiB"}))[0]}
     assert (found["max_tmp_bytes"].before, found["max_tmp_bytes"].after) == ("256.0 MiB", "512.0 MiB")
     assert (found["poll_interval_s"].before, found["poll_interval_s"].after) == ("0.001 s", "0.002 s")
 
