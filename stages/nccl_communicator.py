@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,8 @@ from .errors import TransportError
 from .issuing import Issuing, Key, Link, Message, NcclRuntime, Operation
 from .rendezvous import Rendezvous
 from .workers import call_in_thread
+
+log = logging.getLogger("syncline.stages")
 
 _ASK_S = 100e-6
 _LONGEST_S = 86_400.0
@@ -60,8 +63,8 @@ class Issuer:
         with self._lock:
             self._commands.put(command)
             if not self._running:
-                self._running = True
                 threading.Thread(target=self._run, name="syncline-nccl", daemon=True).start()
+                self._running = True  # not before: if there is no thread now, the next command asks for one again
 
     def _run(self) -> None:
         machine = self._machine
@@ -72,7 +75,8 @@ class Issuer:
                     while True:
                         self._commands.get_nowait()()
                 machine.turn(self.clock())
-            except Exception as error:  # noqa: BLE001 - nobody may be left to wait for a thread that has ended
+            except Exception as error:  # nobody may be left to wait for a thread that has ended
+                log.exception("the thread that makes NCCL calls failed; its communicators are aborted")
                 machine.give_up_all(TransportError(f"the thread that makes NCCL calls failed: {error!r}"))
             with self._lock:
                 if machine.idle and self._commands.empty():
@@ -84,10 +88,15 @@ class Issuer:
             try:
                 if link.communicator is not None:
                     self.runtime.abort(link.communicator)
+            except (TransportError, RuntimeError) as error:  # the device is lost, and nothing on it is used any more
+                log.warning("%s: its communicator could not be aborted: %s", link.label, error)
             finally:
                 self._tell(lambda: self._machine.aborted(link))
 
-        threading.Thread(target=abort, name="syncline-nccl-abort", daemon=True).start()
+        try:
+            threading.Thread(target=abort, name="syncline-nccl-abort", daemon=True).start()
+        except RuntimeError:  # there is no thread to be had: others wait a while, but nobody for ever
+            abort()
 
 
 class NcclCommunicator:

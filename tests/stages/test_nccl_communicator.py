@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -79,6 +80,79 @@ async def test_whatever_the_thread_fails_with_nobody_waits_for_it(meet, monkeypa
     await asyncio.gather(again.send(filled(2), 1, 0), peer.recv(memory, 0, 0))
     assert int(memory[0]) == 2
     await asyncio.gather(again.close(), peer.close())
+
+
+async def test_every_communicator_of_a_thread_that_failed_says_so_at_once(meet, fabric, monkeypatch):
+    """Nobody is left to a deadline, whatever it was that failed."""
+    issuers = [Issuer(fabric.runtime()) for _ in range(2)]
+    pairs = [await meet(2, issuers, label=label) for label in ("a", "b")]
+    (one, _), (beside, _) = pairs
+    waiting = beside.recv(filled(0), 1, 0)
+
+    def bug(*_args):
+        raise KeyError("by the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(issuers[0].runtime, "group", bug)
+        for signal in (one.send(filled(1), 1, 0), waiting, beside.send(filled(1), 1, 0)):
+            with pytest.raises(TransportError, match="by the test"):
+                await asyncio.wait_for(signal, 10)
+    assert not one.usable
+    assert not beside.usable
+    await asyncio.gather(*(each.close() for pair in pairs for each in pair))
+
+
+async def test_an_abort_that_fails_is_an_end_all_the_same(meet, monkeypatch, caplog):
+    """On a device that is lost the abort raises, too."""
+    one, other = await meet(2)
+    waiting = one.recv(filled(0), 1, 0)
+
+    def lost(_communicator):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(one._issuer.runtime, "abort", lost)
+    await asyncio.wait_for(one.abort(), 10)
+    with pytest.raises(TransportError, match="closed"):
+        await asyncio.wait_for(waiting, 10)
+    assert "the device is lost" in caplog.text
+    await other.close()
+
+
+@pytest.fixture
+def no_thread(monkeypatch):
+    """``with no_thread(name):`` no thread of that name can be started."""
+    started = threading.Thread.start
+
+    @contextlib.contextmanager
+    def without(name):
+        def start(thread):
+            if thread.name == name:
+                raise RuntimeError("can't start new thread")
+            started(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            yield
+
+    return without
+
+
+async def test_what_cannot_be_aborted_by_a_thread_of_its_own_ends_too(meet, no_thread):
+    one, other = await meet(2)
+    waiting = one.recv(filled(0), 1, 0)
+    with no_thread("syncline-nccl-abort"):
+        await asyncio.wait_for(one.abort(), 10)
+    with pytest.raises(TransportError, match="closed"):
+        await asyncio.wait_for(waiting, 10)
+    await other.close()
+
+
+async def test_a_thread_that_could_not_be_had_is_asked_for_again(meet, fabric, no_thread):
+    issuers = [Issuer(fabric.runtime()) for _ in range(2)]
+    with no_thread("syncline-nccl"), pytest.raises(RuntimeError, match="new thread"):
+        issuers[0].expect([])
+    one, other = await meet(2, issuers, timeout_s=5.0)
+    await asyncio.gather(one.close(), other.close())
 
 
 async def test_one_thread_makes_the_calls_of_all_communicators(meet, fabric):
