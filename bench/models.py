@@ -160,13 +160,12 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
     Raises:
         KeyError: it lacks a size that such a model has.
-        ModelError: it is no mapping, a size in it is none, a flag is neither true nor false, or it is of a mixture of experts
-            and does not say how many.
+        ModelError: it is no mapping, a size in it is none, a flag is neither true nor false, its dtype is unknown, or it is of
+            a mixture of experts and does not say how many.
     """
     _sizes_are_sizes(config)
     kind, heads, hidden = str(config.get("model_type") or ""), config["num_attention_heads"], config["hidden_size"]
     experts = _expert_count(config, kind)
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     shape = Architecture(
         layers=config["num_hidden_layers"],
         hidden=hidden,
@@ -179,7 +178,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         qkv_bias=_flag(config, "attention_bias", default=kind.startswith("qwen2")),
         qk_norm=kind.startswith("qwen3"),
         tied=_flag(config, "tie_word_embeddings", default=False),
-        dtype=dtype if dtype in ITEMSIZE else "bfloat16",
+        dtype=_dtype(config),
     )
     return _with_experts(shape, config, kind, experts) if experts else shape
 
@@ -197,6 +196,17 @@ def _sizes_are_sizes(config: Any) -> None:
     ]
     if wrong:
         raise ModelError(f"{', '.join(wrong)}: not the size of a model (a whole number above 0, within reason)")
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """Of the weights: bfloat16 where the config does not say, or leaves it to the checkpoint (``auto``)."""
+    name = next((name for name in ("dtype", "torch_dtype") if config.get(name)), None)
+    if name is None or config[name] == "auto":
+        return "bfloat16"
+    dtype = str(config[name]).removeprefix("torch.")
+    if dtype not in ITEMSIZE:
+        raise ModelError(f"{name} is {config[name]!r}; known are {', '.join(ITEMSIZE)}")
+    return dtype
 
 
 def _flag(config: Mapping[str, Any], name: str, *, default: bool) -> bool:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from .pushes import Pushes
 from .shards import nbytes_of, rows_for
 
 _TIMEOUT_S = 600.0
+_PER_CORE = 32
+"""Processes, at most. Beyond it they take minutes only to start, and the machine's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,12 @@ class Setup:
         wrong = [f"{name} is {count}" for name, count in counts.items() if count < 1]
         if wrong:
             raise BenchError(f"{'; '.join(wrong)}; there must be at least 1 of each")
+        count, most = self.source_ranks + self.targets * self.target_ranks, _PER_CORE * (os.cpu_count() or 1)
+        if count > most:
+            raise BenchError(
+                f"{self}: {count} processes, of {os.cpu_count()} cores; at most {most} run here ({_PER_CORE} a core): "
+                "fewer ranks or targets; syncline bench simulate tells of any number"
+            )
 
     @property
     def rows(self) -> int:

@@ -12,13 +12,19 @@ from typing import Annotated, TextIO
 import msgspec
 import tyro
 
-from .comparing import ALPHA, LEAST, Comparison, compare
+from .comparing import ALPHA, LEAST, Comparison, compare, regressions
 from .errors import BenchError
 from .revisions import measure_revisions
 from .rows import Row, Skipped, read
 
 _COLUMNS = ("row", "A ms", "B ms", "B / A", "p (Holm)", "B slower than A", "verdict")
-_STYLES = {"slower": "red", "broken": "bold red", "faster": "green", "mended": "green", "not comparable": "yellow"}
+_STYLES = {
+    "slower": "red",
+    "broken": "bold red",
+    "faster": "green",
+    "mended": "green",
+    **dict.fromkeys(("not comparable", "too few", "only in A"), "yellow"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +51,8 @@ class CompareArgs:
     across: bool = False
     """Also compare rows of different machines, setups or knobs; it is said of each."""
     fail_on_regression: bool = False
-    """Exit with 1 if a row is slower, or is not intact any more."""
+    """Exit with 1, and say why, if a row is slower, or not intact any more; also if B lacks a row of A, or has one
+    that cannot be compared with A's."""
 
 
 def main(args: CompareArgs) -> int:
@@ -58,7 +65,10 @@ def main(args: CompareArgs) -> int:
         sys.stdout.write(msgspec.json.encode(one).decode() + "\n")
     sys.stdout.flush()
     print_comparison(found, sys.stderr)
-    return 1 if args.fail_on_regression and any(one.verdict in {"slower", "broken"} for one in found) else 0
+    why = regressions(found) if args.fail_on_regression else []
+    for reason in why:
+        print(f"regression: {reason}", file=sys.stderr)
+    return 1 if why else 0
 
 
 def _sides(args: CompareArgs) -> tuple[Sequence[Row | Skipped], Sequence[Row | Skipped]]:

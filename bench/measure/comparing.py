@@ -19,9 +19,10 @@ from typing import Literal
 
 import msgspec
 
+from .errors import BenchError
 from .rows import Row, Skipped
 
-Verdict = Literal["faster", "slower", "within noise", "broken", "mended", "not comparable", "only in A", "only in B"]
+Verdict = Literal["faster", "slower", "within noise", "broken", "mended", "not comparable", "too few", "only in A", "only in B"]
 
 ALPHA = 0.05
 LEAST = 0.03
@@ -83,7 +84,14 @@ def compare(
         alpha: chance of calling any row of none changed that the correction leaves.
         least: smallest difference of medians that counts, as a part of A's.
         across: compare rows of different machines, setups or knobs as well, and say so.
+
+    Raises:
+        BenchError: ``alpha`` is not between 0 and 1, or ``least`` is no finite number from 0.
     """
+    if not 0 < alpha < 1:
+        raise BenchError(f"alpha is {alpha}; it must lie between 0 and 1: the chance of calling any row changed if none is")
+    if not 0 <= least < math.inf:
+        raise BenchError(f"least is {least}; it must be a finite number from 0: a part of A's median, as 0.03")
     sides_a, sides_b = _by_name(a), _by_name(b)
     found = []
     for name in dict.fromkeys((*sides_a, *sides_b)):
@@ -93,6 +101,19 @@ def compare(
             found.append(Comparison(row=name, verdict="only in A" if name in sides_a else "only in B"))
     corrected = iter(holm([one.p for one in found if one.p is not None]))
     return [_judge(one, next(corrected) if one.p is not None else None, alpha, least) for one in found]
+
+
+def regressions(found: Sequence[Comparison]) -> list[str]:
+    """Why B does not pass as at least as good as A, a line each; none if it does.
+
+    Not only rows that are slower or broken: also those of A that B lacks, has too few samples of, or has measured otherwise,
+    and that nothing at all was compared. Rows that A has too few samples of, or lacks, say nothing.
+    """
+    bad = ("slower", "broken", "only in A", "not comparable")
+    why = [f"{one.row}: {one.verdict}" for one in found if one.verdict in bad or (one.verdict == "too few" and one.n_a >= _FEW)]
+    if not why and all(one.verdict in {"too few", "only in B"} for one in found):
+        why.append("no row could be compared")
+    return why
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -115,22 +136,23 @@ def _by_name(rows: Iterable[Row | Skipped]) -> dict[str, _Side]:
 
 def _test(name: str, a: _Side, b: _Side, *, across: bool) -> Comparison:
     samples_a, samples_b = a.samples, b.samples
+    n_a, n_b = len(samples_a), len(samples_b)
+    if b.is_broken != a.is_broken:
+        return Comparison(row=name, verdict="broken" if b.is_broken else "mended", why="integrity or its control")
     differs = _differences([*a.runs, *b.runs])
     why = f"differ in {'; '.join(differs)}" if differs else ""
     if differs and not across:
-        return Comparison(row=name, verdict="not comparable", why=why)
-    if b.is_broken != a.is_broken:
-        return Comparison(row=name, verdict="broken" if b.is_broken else "mended", why="integrity or its control")
-    if min(len(samples_a), len(samples_b)) < _FEW:
-        few = f"{len(samples_a)} and {len(samples_b)} warm samples; at least {_FEW} each are needed"
-        return Comparison(row=name, verdict="not comparable", why=f"{why}; {few}" if why else few)
+        return Comparison(row=name, verdict="not comparable", n_a=n_a, n_b=n_b, why=why)
+    if min(n_a, n_b) < _FEW:
+        few = f"{n_a} and {n_b} warm samples; at least {_FEW} each are needed"
+        return Comparison(row=name, verdict="too few", n_a=n_a, n_b=n_b, why=f"{why}; {few}" if why else few)
     from scipy.stats import mannwhitneyu
 
     statistic, p = mannwhitneyu(samples_b, samples_a, alternative="two-sided")
     medians = statistics.median(samples_a), statistics.median(samples_b)
     return Comparison(
-        row=name, verdict="within noise", a_median=medians[0], b_median=medians[1], n_a=len(samples_a), n_b=len(samples_b),
-        ratio=medians[1] / medians[0], superiority=float(statistic) / (len(samples_a) * len(samples_b)), p=float(p),
+        row=name, verdict="within noise", a_median=medians[0], b_median=medians[1], n_a=n_a, n_b=n_b,
+        ratio=medians[1] / medians[0], superiority=float(statistic) / (n_a * n_b), p=float(p),
         spread=max(a.spread, b.spread), why=why,
     )  # fmt: skip
 

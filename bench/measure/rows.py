@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         n: warm samples, of which ``seconds`` are the quantiles.
         first_s, first_to_median: the cold sample, and how many times the warm median it is.
         phases: which samples are cold, ramp and warm.
-        samples: seconds of all of them, in order.
+        samples: seconds of all of them, in order; each, like the quantiles, is finite and above 0 (else ValueError).
         bytes: of the weights; 0 where none are moved.
         gb_s: ``bytes`` over the median, in 1e9 bytes a second. span_gb_s: bytes of all warm samples over their sum.
         over_floor: for each floor of the same run, the median over what the floor takes for as many bytes.
@@ -65,6 +66,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     dirty: bool | None = None
     figures: dict[str, Any] = {}
 
+    def __post_init__(self) -> None:
+        wrong = next((s for s in (*self.samples, *msgspec.structs.astuple(self.seconds)) if not 0 < s < math.inf), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong} is among the seconds of {self.row!r}; they are finite and above 0")
+        if self.phases is not None and not 0 <= self.phases.warm_from <= len(self.samples):
+            raise ValueError(f"warm_from of {self.row!r} is {self.phases.warm_from}, of {len(self.samples)} samples")
+
     @property
     def warm(self) -> tuple[float, ...]:
         """The warm samples."""
@@ -97,14 +105,15 @@ def parse(text: str | bytes) -> Row | Skipped:
     figures = {name: value for name, value in fields.items() if name not in known}
     # Lines of earlier versions have min, median and max only.
     seconds = fields.get("seconds", {})
-    fields["seconds"] = {"p90": seconds.get("max"), "p99": seconds.get("max"), **seconds}
+    if isinstance(seconds, dict):
+        fields["seconds"] = {"p90": seconds.get("max"), "p99": seconds.get("max"), **seconds}
     return msgspec.convert({**fields, "figures": figures}, Row)
 
 
 def read(path: Path) -> list[Row | Skipped]:
     """All rows of a file. Raises `BenchError` with the line's number for what is none."""
     try:
-        lines: Iterable[str] = path.read_text().splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}; give a file that syncline bench run --out wrote") from error
     found = []
@@ -113,7 +122,7 @@ def read(path: Path) -> list[Row | Skipped]:
             continue
         try:
             found.append(parse(text))
-        except msgspec.DecodeError as error:  # also ValidationError
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the former: also ValidationError
             raise BenchError(f"{path}:{number}: no row of syncline bench run: {error}") from error
     return found
 

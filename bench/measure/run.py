@@ -110,11 +110,13 @@ class RunArgs:
 
 def bench_of(args: RunArgs) -> Bench:
     """The bench that ``args`` ask for."""
-    if args.repeat < 1 or args.tensors < 1 or args.nbytes < 1:
-        raise BenchError("--repeat, --tensors and --nbytes must be at least 1")
+    counts = {"--repeat": args.repeat, "--tensors": args.tensors, "--nbytes": args.nbytes}
+    if wrong := [f"{name} is {count}" for name, count in counts.items() if count < 1]:
+        raise BenchError(f"{', '.join(wrong)}; it must be at least 1")
     if args.peers and args.repeat < LEAST:
         raise BenchError(f"--peers compares medians of at least {LEAST // 2} warm samples: --repeat {LEAST} or more")
-    TransferConfig(**args.knobs())  # refuses what makes no sense
+    TransferConfig(**args.knobs())  # refuses what makes no sense, as the next one does
+    args.configuration()
     return Bench(
         tensors=args.tensors, nbytes=args.nbytes, repeat=args.repeat, knobs=args.knobs(), control=args.control, out=args.out,
         pythons=args.interpreters(),
@@ -167,6 +169,8 @@ def _is_good(row: Row | Skipped) -> bool:
 
 
 def _show(args: RunArgs, bench: Bench) -> None:
+    if not bench.rows:
+        return
     if args.plot is not None and not plot_rows(bench.rows, args.plot):
         print("no row to draw", file=sys.stderr)
     if args.table:

@@ -108,6 +108,9 @@ def test_sides_in_words() -> None:
         ("module", "fsdp:2", 1, "--target fsdp:2"),
         ("module", "module:2", 1, "tensor-parallel (tp:2)"),
         ("module", "module", 0, "targets is 0"),
+        ("fsdp:9999", "module", 1, "fsdp:9999 to module: 10000 processes"),
+        ("module", "tp:9999", 1, "10000 processes"),
+        ("module", "module", 9999, "10000 processes"),
     ],
 )
 def test_sides_that_are_none(source: str, target: str, targets: int, said: str) -> None:

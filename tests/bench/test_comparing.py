@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from syncline.bench import cli
-from syncline.bench.measure.comparing import Comparison, compare, holm
+from syncline.bench.measure.comparing import Comparison, compare, holm, regressions
+from syncline.bench.measure.errors import BenchError
 from syncline.bench.measure.phases import Phases, Quantiles
 from syncline.bench.measure.provenance import Machine
 from syncline.bench.measure.rows import Row, Skipped, line
@@ -115,7 +116,50 @@ def test_integrity_goes_before_speed() -> None:
 
 def test_too_few_samples_are_said_to_be() -> None:
     (found,) = compare([row("x", drawn(1, n=3))], [row("x", drawn(2, n=3, scale=9.0))])
-    assert found.verdict == "not comparable" and "at least 4 each" in found.why
+    assert found.verdict == "too few" and "at least 4 each" in found.why
+
+
+def test_rows_that_broke_are_broken_also_where_they_cannot_be_compared() -> None:
+    (found,) = compare([row("x", drawn(1))], [row("x", drawn(2), bytes=10**7, integrity=False)])
+    assert found.verdict == "broken"
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -0.1, 2.0, float("nan")])
+def test_alpha_is_a_chance(alpha: float) -> None:
+    with pytest.raises(BenchError, match=f"alpha is {alpha}.*between 0 and 1"):
+        compare([row("x", drawn(1))], [row("x", drawn(2))], alpha=alpha)
+
+
+@pytest.mark.parametrize("least", [-1.0, -1e-9, float("inf"), float("nan")])
+def test_least_is_a_part(least: float) -> None:
+    with pytest.raises(BenchError, match=f"least is {least}.*from 0"):
+        compare([row("x", drawn(1))], [row("x", drawn(2))], least=least)
+
+
+GOOD, FEW, NOTHING = row("x", drawn(1)), row("x", drawn(2, n=3)), Skipped(row="x", skipped="why")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "why"),
+    [
+        ([GOOD], [row("x", drawn(3))], []),
+        ([GOOD], [row("x", drawn(3, scale=0.5))], []),
+        ([row("x", drawn(1), integrity=False)], [GOOD], []),
+        ([GOOD], [GOOD, row("new", drawn(4))], []),
+        ([GOOD, row("plan", [1.0])], [GOOD, row("plan", [2.0])], []),
+        ([GOOD], [row("x", drawn(3, scale=1.5))], ["x: slower"]),
+        ([GOOD], [row("x", drawn(3), integrity=False)], ["x: broken"]),
+        ([GOOD, row("y", drawn(2))], [GOOD], ["y: only in A"]),
+        ([GOOD], [], ["x: only in A"]),
+        ([GOOD], [NOTHING], ["x: only in A"]),
+        ([GOOD], [row("x", drawn(3), bytes=10**7)], ["x: not comparable"]),
+        ([GOOD], [FEW], ["x: too few"]),
+        ([FEW], [GOOD], ["no row could be compared"]),
+        ([], [GOOD], ["no row could be compared"]),
+    ],
+)
+def test_what_does_not_pass_and_why(a: list[Row | Skipped], b: list[Row | Skipped], why: list[str]) -> None:
+    assert regressions(compare(a, b)) == why
 
 
 def test_rows_of_one_side_alone() -> None:
@@ -144,6 +188,7 @@ def test_command_line(files: Callable[..., list[str]], capsys: pytest.CaptureFix
     assert [(one["row"], one["verdict"]) for one in found] == [("x", "slower"), ("y", "within noise")]
     assert "slower" in said.err and "within noise" in said.err
     assert cli.main(["bench", "compare", *paths, "--fail-on-regression"]) == 1
+    assert "regression: x: slower\n" in capsys.readouterr().err
     assert cli.main(["bench", "compare", *reversed(paths), "--fail-on-regression"]) == 0
 
 
@@ -158,3 +203,8 @@ def test_command_line_says_what_it_needs(
     (tmp_path / "other").write_text('{"row": "x"}\n')
     assert cli.main(["bench", "compare", one, str(tmp_path / "other")]) == 1
     assert "other:1: no row of syncline bench run" in capsys.readouterr().err
+    (tmp_path / "bytes").write_bytes(b"\x80\x93\xff\n")
+    assert cli.main(["bench", "compare", one, str(tmp_path / "bytes")]) == 1
+    assert "bytes:1: no row of syncline bench run" in capsys.readouterr().err
+    assert cli.main(["bench", "compare", one, one, "--alpha", "nan"]) == 1
+    assert "alpha is nan" in capsys.readouterr().err

@@ -21,6 +21,26 @@ def test_a_flag_is_true_or_false(name: str, value: object) -> None:
         from_config(_DENSE | {name: value})
 
 
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        ("float16", "float16"), ("torch.float32", "float32"), ("bfloat16", "bfloat16"), ("auto", "bfloat16"),
+        (None, "bfloat16"), ("", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_dtype_as_the_config_says(name: str, value: object, dtype: str) -> None:
+    assert from_config(_DENSE | {name: value}).dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["float23", "fp16", 16, ["float16"]])
+def test_a_dtype_that_is_none_is_named(name: str, value: object) -> None:
+    with pytest.raises(ModelError) as raised:
+        from_config(_DENSE | {name: value})
+    assert f"{name} is {value!r}; known are" in str(raised.value)
+
+
 @pytest.mark.parametrize(("value", "heads"), [(True, 0), (False, 1), (None, 1)])
 def test_a_tied_model_has_no_head_of_its_own(value: bool | None, heads: int) -> None:
     model = from_config(_DENSE | {"tie_word_embeddings": value})

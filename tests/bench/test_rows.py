@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import struct
 import subprocess
 from pathlib import Path
@@ -79,6 +80,39 @@ def test_what_is_no_row_is_named_with_its_place(tmp_path: Path) -> None:
     file = tmp_path / "rows"
     file.write_text(line(Skipped(row="x", skipped="why")) + "\n\n{nonsense\n")
     with pytest.raises(BenchError, match="rows:3: no row"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"samples": [0.1, -0.2, 0.1]}, "-0.2 is among the seconds"),
+        ({"samples": [0.1, 0.0, 0.1]}, "0.0 is among the seconds"),
+        ({"seconds": {"min": 0.1, "median": -1.0, "max": 0.2}}, "-1.0 is among the seconds"),
+        ({"seconds": {"min": 0.1, "median": 0, "max": 0.2}}, "0.0 is among the seconds"),
+        ({"seconds": "fast"}, "seconds"),
+        ({"seconds": [1.0]}, "seconds"),
+        ({"seconds": None}, "seconds"),
+        ({"phases": {"cold_s": 0.1, "ramp": 0, "ramp_s": None, "warm_from": -2, "settled": True}}, "warm_from of 'x' is -2"),
+        ({"phases": {"cold_s": 0.1, "ramp": 0, "ramp_s": None, "warm_from": 4, "settled": True}}, "warm_from of 'x' is 4"),
+        ({"samples": "many"}, "samples"),
+        ({"machine": 3}, "machine"),
+    ],
+)
+def test_rows_that_say_what_cannot_be_are_refused(changes: dict[str, object], said: str, tmp_path: Path) -> None:
+    seconds = {"min": 0.1, "median": 0.1, "max": 0.2}
+    fields = {"row": "x", "seconds": seconds, "samples": [0.1, 0.1, 0.2], **changes}
+    file = tmp_path / "rows"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(BenchError, match=f"rows:1: no row of syncline bench run: .*{re.escape(said)}"):
+        read(file)
+
+
+@pytest.mark.parametrize("data", [b"\x80\x93\xff", b"\x89PNG\r\n\x1a\n", b"[]", b"3", b"{}", b'{"row": "\xff"}'])
+def test_files_of_other_kinds_are_refused(data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "rows"
+    file.write_bytes(data)
+    with pytest.raises(BenchError, match="rows:1: no row of syncline bench run"):
         read(file)
 
 

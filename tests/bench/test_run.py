@@ -95,8 +95,16 @@ def test_interpreters_are_checked() -> None:
     for wrong in ("awex", "nobody=/a"):
         with pytest.raises(BenchError, match="--peer-python"):
             bench_of(RunArgs(peer_python=(wrong,)))
-    with pytest.raises(BenchError, match="at least 1"):
-        bench_of(RunArgs(repeat=0))
+    with pytest.raises(BenchError, match="--repeat is 0, --nbytes is -1; it must be at least 1"):
+        bench_of(RunArgs(repeat=0, nbytes=-1))
+
+
+def test_what_makes_no_sense_is_said_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is measured, and without a table of nothing."""
+    with pytest.raises(BenchError, match="--source ddp"):
+        main(RunArgs(source="ddp", floors=False, suites=()))
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "")
 
 
 async def test_packages_that_are_not_there_are_named() -> None:
