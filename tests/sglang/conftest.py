@@ -136,12 +136,14 @@ class Server:
             )
 
     async def ready(self) -> None:
-        """Wait until it answers."""
+        """Wait until it has warmed up, paused or not: ``/health`` makes a token, and in a server that a receiver has fenced
+        meanwhile it makes none.
+        """
         give_up = time.monotonic() + READY_S
         async with aiohttp.ClientSession() as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, OSError):
-                    async with session.get(f"{self.url}/health") as reply:
+                    async with session.get(f"{self.url}/ready") as reply:
                         if reply.status == 200:
                             return
                 assert self._process is not None

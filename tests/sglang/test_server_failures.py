@@ -228,6 +228,7 @@ async def test_a_server_that_was_started_anew(start_server, kit) -> None:
         await server.ready()
         await until(lambda: receiver.attached, "the new server is found")
         assert (receiver.state, receiver.version) == ("FENCED", None)
+        await server.ready()  # fenced, it is up all the same
         waiting = await answers_nothing(server)
         assert (await source.push(2, models[2])).ok  # the same version: it is not believed to be held
         await serves(server, kit, 2, models[2])
