@@ -20,7 +20,7 @@ import pytest
 BARE = ("adapters", "bench", "engine", "scheduler", "stages", "tests")
 
 # Threads and processes of other people's that live as long as the process, by the start of their name or command.
-LASTING_THREADS = ("MainThread", "TMonitor", "pytest_timeout", "raylet", "InductorSubproc")
+LASTING_THREADS = ("MainThread", "TMonitor", "tqdm_monitor", "pytest_timeout", "raylet", "InductorSubproc")
 LASTING_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch._inductor")
 LEAK_PATIENCE_S = 3.0
 

@@ -96,7 +96,7 @@ def test_four_times_the_names_cost_about_four_times_as_much(sim) -> None:
 
     few, many = seconds(case(4000)), seconds(case(16_000))
     print(f"4,000 names {few:.3f} s, 16,000 names {many:.3f} s")
-    assert many < 5 * few + 0.05
+    assert many < 9 * few + 0.05  # what is quadratic takes 16 times; a neighbour on the same core takes up to half of it
 
 
 def test_a_thousand_times_the_pieces_of_the_same_bytes_have_a_bounded_cost_each(sim) -> None:

@@ -117,6 +117,7 @@ class Server:
         self.log = log
         self.flags = flags
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
         self.url = ""
 
     def start(self, *, again: bool = False) -> None:
@@ -131,25 +132,24 @@ class Server:
         if self.tp == 2:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     async def ready(self) -> None:
-        """Wait until it has warmed up, paused or not: ``/health`` makes a token, and in a server that a receiver has fenced
-        meanwhile it makes none.
+        """Wait until it has warmed up. By what it prints: a receiver may have fenced it since, and then ``/ready`` says no, and
+        ``/health``, which makes a token, fails.
         """
         give_up = time.monotonic() + READY_S
-        async with aiohttp.ClientSession() as session:
-            while True:
-                with contextlib.suppress(aiohttp.ClientError, OSError):
-                    async with session.get(f"{self.url}/ready") as reply:
-                        if reply.status == 200:
-                            return
-                assert self._process is not None
-                if self._process.poll() is not None or time.monotonic() > give_up:
-                    pytest.fail(f"the server did not come up\n{self.tail()}")
-                await asyncio.sleep(0.2)
+        while "The server is fired up and ready to roll" not in self._log_of_this_start():
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > give_up:
+                pytest.fail(f"the server did not come up\n{self.tail()}")
+            await asyncio.sleep(0.2)
+
+    def _log_of_this_start(self) -> str:
+        return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     @property
     def pid(self) -> int:
