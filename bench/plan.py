@@ -67,9 +67,10 @@ def main(args: PlanArgs) -> int:
     config = TransferConfig(
         max_tmp_bytes=args.max_tmp_bytes, bucket_bytes=args.bucket_bytes, route=args.route, landing=args.landing
     )
-    rates = (args.ranks_per_host, args.link_gbps, args.timeout, 1 if args.host_gbps is None else args.host_gbps)
-    if not all(0 < rate < math.inf for rate in rates):  # NaN is neither
-        raise SpecError("ranks_per_host, link_gbps, host_gbps and timeout must be finite numbers above 0")
+    rates = {name: getattr(args, name) for name in ("ranks_per_host", "link_gbps", "host_gbps", "timeout")}
+    # NaN is neither above 0 nor finite.
+    if wrong := [f"{name} is {rate}" for name, rate in rates.items() if rate is not None and not 0 < rate < math.inf]:
+        raise SpecError(f"{', '.join(wrong)}; it must be a finite number above 0")
     model = Model.of(find(args.model)) if args.model else None
     sources = read_source(args.source, model, args.ranks_per_host)
     targets = read_targets(args.target, model, args.ranks_per_host, args.timeout)

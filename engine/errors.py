@@ -2,6 +2,7 @@
 
     SynclineError
     ├── ConfigError (ValueError)      a config value is wrong; lists every problem
+    ├── TraceError (ValueError)       a file is no trace, or contradicts itself
     ├── PlanError                     the manifests do not fit together; lists every problem; no byte was moved
     ├── IllegalTransition             a bug: the state machine was given an event that its state does not allow
     ├── ClosedError                   yours: the engine or receiver is closed, or not connected yet
@@ -52,6 +53,7 @@ __all__ = [
     "SynclineError",
     "TargetLost",
     "TargetUnreachable",
+    "TraceError",
     "TransportError",
     "VersionConflict",
     "error_from_wire",
@@ -65,6 +67,10 @@ class ConfigError(SynclineError, ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems: tuple[str, ...] = tuple(problems)
         super().__init__("\n  - ".join([f"{len(self.problems)} problem(s) in the configuration:", *self.problems]))
+
+
+class TraceError(SynclineError, ValueError):
+    """A file that was to be read as a trace cannot be read, is none, or what it says does not fit together."""
 
 
 class ClosedError(SynclineError):

@@ -15,7 +15,7 @@ from syncline.scheduler.machine import Limits
 from syncline.scheduler.outcome import SPAN_NAMES, Span as PlainSpan
 from syncline.scheduler.waits import Wait, find_waits
 
-from .errors import ConfigError
+from .errors import TraceError
 from .messages import LandingTime
 from .trace_check import contradictions
 from .trace_log import RankLog, Span, SpanView, Step, TargetLog, TaskRow
@@ -165,18 +165,18 @@ class Trace:
         """Read a trace that `save` wrote.
 
         Raises:
-            ConfigError: the file cannot be read, is no such trace, or what it says does not fit together (it was edited).
+            TraceError: the file cannot be read, is no such trace, or what it says does not fit together (it was edited).
         """
         try:
             found = msgspec.json.decode(Path(path).read_bytes(), type=_File)
         except OSError as error:
-            raise ConfigError([f"the trace {path} cannot be read: {error}"]) from error
-        except msgspec.DecodeError as error:
-            raise ConfigError([f"{path} is no trace that this version of syncline has written: {error}"]) from error
+            raise TraceError(f"the trace {path} cannot be read: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TraceError(f"{path} is no trace that this version of syncline has written: {error}") from error
         problems = contradictions(found.syncline)
         if problems:
             more = [f"and {len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else []
-            raise ConfigError([f"{path} does not fit together: {text}" for text in problems[:_SHOWN]] + more)
+            raise TraceError("\n  - ".join((f"{path} does not fit together; was it edited?", *problems[:_SHOWN], *more)))
         return found.syncline
 
 

@@ -47,6 +47,8 @@ def _worktree(repository: Path, revision: str, folder: Path) -> Iterator[Path]:
     """A checkout of ``revision``; yields the folder to import ``syncline`` from."""
     checkout = folder / "checkout"
     folder.mkdir()
+    named = f"{repository.resolve()}: no revision {revision!r}"
+    _git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}", failing=named)
     _git(repository, "worktree", "add", "--detach", "--quiet", str(checkout), revision)
     try:
         package = folder / "tree" / "syncline"
@@ -85,8 +87,9 @@ def _environment(tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))}
 
 
-def _git(repository: Path, *arguments: str) -> None:
+def _git(repository: Path, *arguments: str, failing: str | None = None) -> None:
+    """``failing``: what it means if git says no; by default the command."""
     command = ["git", "-C", str(repository), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
-        raise BenchError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise BenchError(f"{failing or ' '.join(command)}: {done.stderr.strip()}")

@@ -107,7 +107,8 @@ def find(name: str) -> Hardware:
         return known[name]
     path = Path(name)
     if not path.is_file():
-        raise HardwareError(f"hardware {name!r}: no such preset, and no such file; presets are {', '.join(known)}")
+        there = "is a folder, not a file" if path.is_dir() else "no such preset, and no such file"
+        raise HardwareError(f"hardware {name!r}: {there}; presets are {', '.join(known)}")
     try:
         return checked(msgspec.json.decode(path.read_bytes(), type=Hardware))
     except (OSError, msgspec.DecodeError) as error:

@@ -155,11 +155,11 @@ def _starts(args: SweepArgs) -> list[Configuration]:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``"9min"``, ``"90s"``, ``"1.5h"``. Raises `BenchError` for anything else."""
+    """Seconds of ``"9min"``, ``"90s"``, ``"1.5h"``. Raises `BenchError` for anything else (all of them are a --budget)."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text)
     seconds = float(match[1]) * _UNITS.get(match[2], 0.0) if match else 0.0
     if not 0 < seconds <= _LONGEST_S:
-        raise BenchError(f"{text!r} is no time, or above a week; write a number with one of s, min, h, such as '9min'")
+        raise BenchError(f"--budget {text}: no time, or above a week; write a number with one of s, min, h, such as '9min'")
     return seconds
 
 

@@ -21,7 +21,7 @@ from syncline.bench.measure.corruption import corrupted
 from syncline.bench.tracing.explain import Explanation
 from syncline.bench.tracing.record import Part, TraceArgs, end, listening, model_of, start
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
-from syncline.engine.errors import ConfigError
+from syncline.engine.errors import TraceError
 from syncline.engine.trace import Trace, merged_json
 
 KNOBS = {"transport": "gloo", "landing": "staged", "max_tmp_bytes": "8MiB", "bucket_bytes": "4MiB"}
@@ -87,7 +87,7 @@ def test_no_edit_gives_anything_but_a_typed_error_or_an_explanation(recorded: Pa
         path.write_text(json.dumps({"format": 1, "syncline": changed}))
         try:
             explained(path)
-        except ConfigError as error:
+        except TraceError as error:
             said["error" if str(path) in str(error) else "error that does not name the file"] += 1
         else:
             said["words"] += 1

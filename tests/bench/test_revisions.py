@@ -74,7 +74,7 @@ def test_rows_carry_the_revision_that_they_are_of(clone: Path, git: Callable[...
 
 
 def test_a_revision_that_there_is_not(clone: Path, git: Callable[..., str]) -> None:
-    with pytest.raises(BenchError, match="no-such-revision"):
+    with pytest.raises(BenchError, match=f"^{clone}: no revision 'no-such-revision': "):
         measure_revisions(clone, ["no-such-revision"], [0], [])
     assert git("worktree", "list").count("\n") == 0
 

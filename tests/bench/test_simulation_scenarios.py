@@ -388,6 +388,7 @@ def test_the_command_prints_everything(capsys: pytest.CaptureFixture[str]) -> No
         ({"max_tmp_bytes": "8000000GiB"}, "above 1125899906842624"),
         ({"landing": "mapped"}, "cluster of accelerators"),
         ({"hardware": "no-such"}, "no such preset"),
+        ({"hardware": "/"}, "is a folder, not a file"),
         ({"source": ()}, "--published"),
     ],
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from syncline.engine.errors import ConfigError
+from syncline.engine.errors import TraceError
 from syncline.engine.report import busy_seconds
 from syncline.engine.trace import STAGES, Trace, merged_json
 from syncline.engine.trace_clock import ClockLog, Trip, estimate
@@ -44,9 +44,9 @@ async def test_saved_and_loaded_it_is_the_same(pair, run_dir) -> None:
 def test_what_is_no_trace_is_refused(run_dir, content: str) -> None:
     path = run_dir / "trace.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="no trace that this version of syncline has written"):
+    with pytest.raises(TraceError, match="no trace that this version of syncline has written"):
         Trace.load(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(TraceError, match="cannot be read"):
         Trace.load(run_dir / "none.json")
 
 

@@ -229,7 +229,10 @@ async def test_a_live_target_is_asked_for_its_manifests(capsys, config, tmp_path
         (("--source", "megatron:pp=3", "--target", "tp:2"), "pp = 3 is above the 2 layers"),
         (("--source", "fsdp:2", "--target", "tp:2", "--link-gbps", "0"), "link_gbps"),
         *(
-            (("--source", "fsdp:2", "--target", "tp:2", knob, value), "must be finite numbers above 0")
+            (
+                ("--source", "fsdp:2", "--target", "tp:2", knob, value),
+                f"{knob.removeprefix('--').replace('-', '_')} is {float(value):g}",
+            )
             for knob in ("--link-gbps", "--host-gbps", "--timeout")
             for value in ("nan", "inf", "0")
         ),
