@@ -207,17 +207,27 @@ def gate_up(local: Local) -> list[NamedBox]:
     return _stack(local, [(part, full, rank, size) for part in ("gate_proj", "up_proj")])
 
 
+_MOST_VOCAB_PADDING = 1024
+"""Rows of a rank. Engines pad to multiples of 64 or 128 rows of all ranks, or of each."""
+
+
 def vocab(local: Local) -> list[NamedBox]:
     """Rows of the vocabulary, padded at its end so that every rank has as many: rows beyond it are padding."""
-    rank, rows, rest = local.parallel.tp_rank, local.shape[0], local.shape[1:]
-    first = rank * rows
-    if rows * local.parallel.tp_size < local.sizes.vocab:
-        raise ValueError(f"{local.parallel.tp_size} ranks of {rows} rows do not hold a vocabulary of {local.sizes.vocab}")
-    held = max(0, min(rows, local.sizes.vocab - first))
+    rank, ranks, rows, rest = local.parallel.tp_rank, local.parallel.tp_size, local.shape[0], local.shape[1:]
+    first, count = rank * rows, local.sizes.vocab
+    if rows * ranks < count:
+        raise ValueError(f"{ranks} ranks of {rows} rows do not hold a vocabulary of {count}")
+    # Whole on every rank, or dealt out to fewer of them, it would pass as padding, and never be updated.
+    if ranks > 1 and (rows >= count or rows - -(-count // ranks) > _MOST_VOCAB_PADDING):
+        raise ValueError(
+            f"{rows} rows are more than one of {ranks} ranks holds of a vocabulary of {count}: it is "
+            "not dealt out to all of them; give a rule of its own"
+        )
+    held = max(0, min(rows, count - first))
     boxes = []
     if held:
         start = (first, *(0 for _ in rest))
-        boxes.append(named_box(local.match.string, (local.sizes.vocab, *rest), start=start, size=(held, *rest)))
+        boxes.append(named_box(local.match.string, (count, *rest), start=start, size=(held, *rest)))
     if held < rows:
         boxes.append(padding_box((rows - held, *rest), local_start=(held, *(0 for _ in rest))))
     return boxes

@@ -134,6 +134,28 @@ def test_padding_rows_are_declared_and_nothing_is_sent_for_them(tiny_engine) -> 
     assert padding["lm_head.weight"] == 11 * 32 * 8
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("rows", "size", "fits"),
+    [
+        (16_384, 2, True), (16_064, 2, True), (8192, 4, True), (128, 256, True),
+        (32_000, 2, False), (32_768, 2, False), (32_000, 8, False), (16_000, 4, False), (8000, 8, False),
+    ],
+)  # fmt: skip
+def test_a_vocabulary_that_is_not_dealt_out_to_all_ranks_is_no_padding(name: str, rows: int, size: int, fits: bool) -> None:
+    """What is whole on every rank, or shared by fewer, would never be updated on the last ones."""
+    config = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 32_000}
+    shapes = {name: (rows, 8)}
+    for rank in range(size):
+        place = Parallel(tp_rank=rank, tp_size=size)
+        if fits:
+            (held, *_) = tp_layout(config, shapes, place)[name]
+            assert held.size[0] == min(rows, max(0, 32_000 - rank * rows)) or not held.name
+        else:
+            with pytest.raises(PlanError, match=f"{name} .*not dealt out to all of them"):
+                tp_layout(config, shapes, place)
+
+
 def test_padding_that_is_not_declared_is_refused() -> None:
     model = nn.Linear(4, 8, bias=False)
     held = named_box("w", (5, 4), size=(5, 4))
