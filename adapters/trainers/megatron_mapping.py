@@ -238,7 +238,7 @@ class _Mapper:
         local: Index = tuple(parameter.tensor.shape)
         place = self.places.expert_tensor if row.expert else self.places.tensor
         shard = None
-        axis = parameter.axis
+        axis = parameter.axis(expert=row.expert)
         if axis is not None and place.ranks > 1:
             axis = axis if row.axis is None else row.axis
             self._check_gate(parameter, row)

@@ -37,11 +37,10 @@ class Parameter(NamedTuple):
     owner: nn.Module
     chunk: int
 
-    @property
-    def axis(self) -> int | None:
+    def axis(self, *, expert: bool) -> int | None:
         """The axis along which tensor-parallel ranks hold shards; None: every rank holds all of it."""
-        # Transformer Engine marks every linear weight, those that it duplicates on all ranks too.
-        if "duplicated" in (getattr(self.owner, "parallel_mode", None), getattr(self.tensor, "parallel_mode", None)):
+        # Transformer Engine marks every linear weight, those that are duplicated on all ranks too.
+        if _is_duplicated(self.owner, self.tensor, expert=expert):
             return None
         parallel = getattr(self.tensor, "tensor_model_parallel", None)
         if parallel is None:  # with perform_initialization=False Megatron never marks its weights
@@ -52,6 +51,17 @@ class Parameter(NamedTuple):
     def stride(self) -> int:
         """In how many rounds the axis is dealt out."""
         return int(getattr(self.tensor, "partition_stride", 1))
+
+
+def _is_duplicated(owner: nn.Module, tensor: torch.Tensor, *, expert: bool) -> bool:
+    """Megatron builds a duplicated linear of Transformer Engine with neither mode nor ranks.
+
+    So it does with experts whose communication it does itself, and those are sharded; and it takes the mode, but not the ranks,
+    from linears of shared experts that overlap theirs. Some forks say "duplicated" in words.
+    """
+    if "duplicated" in (getattr(owner, "parallel_mode", None), getattr(tensor, "parallel_mode", None)):
+        return True
+    return not expert and getattr(owner, "parallel_mode", "") is None and getattr(owner, "tp_size", 0) == 1
 
 
 _PARTS = (("output_size_per_partition", 0), ("num_embeddings_per_partition", 0), ("input_size_per_partition", 1))

@@ -169,13 +169,32 @@ def test_dense_parameters_are_sharded_by_the_tensor_parallel_group():
     assert found.groups == {}
 
 
-def test_linears_that_are_duplicated_on_all_ranks():
-    """Transformer Engine marks them as sharded all the same; their module says that they are not."""
-    chunk = Chunk({"layer.self_attention.linear_kv_down_proj.weight": marked(6, HIDDEN)})
-    chunk.decoder.layers[0].self_attention.linear_kv_down_proj.parallel_mode = "duplicated"
+@pytest.mark.parametrize("said", [{"parallel_mode": None, "tp_size": 1}, {"parallel_mode": "duplicated", "tp_size": 2}])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("linear_kv_down_proj", "kv_a_proj_with_mqa"), ("linear_q_down_proj", "q_a_proj")]
+)
+def test_linears_that_are_duplicated_on_all_ranks(said: dict[str, Any], ours: str, theirs: str):
+    """Transformer Engine marks them as sharded all the same. Megatron builds them without a mode, as for one rank."""
+    chunk = Chunk({f"layer.self_attention.{ours}.weight": marked(6, HIDDEN)})
+    vars(getattr(chunk.decoder.layers[0].self_attention, ours)).update(said)
     found = mapped([chunk], family=DEEPSEEK_V2, at=places(tensor=(1, 2)))
     ((box,),) = found.boxes.values()
-    assert (box.name, box.shape) == ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (6, HIDDEN))
+    assert (box.name, box.shape) == (f"model.layers.0.self_attn.{theirs}.weight", (6, HIDDEN))
+
+
+def test_linears_without_a_mode_that_are_sharded_all_the_same():
+    """Experts whose communication Megatron does itself; shared experts that overlap theirs."""
+    shared, expert = "layer.mlp.shared_experts.linear_fc2", "layer.mlp.experts.linear_fc2"
+    chunk = Chunk({f"{shared}.weight": marked(HIDDEN, 3, axis=1), f"{expert}.weight0": marked(HIDDEN, 3)}, num_moe_experts=1)
+    mlp = chunk.decoder.layers[0].mlp
+    vars(mlp.shared_experts.linear_fc2).update(parallel_mode=None, tp_size=2)
+    vars(mlp.experts.linear_fc2).update(parallel_mode=None, tp_size=1)
+    found = mapped([chunk], family=QWEN2_MOE, at=places(tensor=(1, 2), expert_tensor=(1, 2)))
+    starts = {box.name: box.start for held in found.boxes.values() for box in held}
+    assert starts == {
+        "model.layers.0.mlp.shared_expert.down_proj.weight": (0, 3),
+        "model.layers.0.mlp.experts.0.down_proj.weight": (0, 3),
+    }
 
 
 def test_norms_fused_into_the_layers_behind_them():
