@@ -15,8 +15,9 @@ import tyro
 
 from syncline.engine.config import TransferConfig
 from syncline.engine.messages import Landing
+from syncline.engine.transports import plan_options, transport_kinds
 from syncline.scheduler.errors import PlanError
-from syncline.scheduler.options import PlanOptions, Route
+from syncline.scheduler.options import Route
 from syncline.scheduler.plan import Plan, build_plan
 
 from .layouts import Model
@@ -73,12 +74,12 @@ def main(args: PlanArgs) -> int:
         raise SpecError(f"{', '.join(wrong)}; it must be a finite number above 0")
     model = Model.of(find(args.model)) if args.model else None
     sources = read_source(args.source, model, args.ranks_per_host)
-    targets = read_targets(args.target, model, args.ranks_per_host, args.timeout)
+    targets = read_targets(args.target, model, args.ranks_per_host, args.timeout, movable=args.landing == "mapped")
     for folder in save(args.save, sources, targets) if args.save else ():
         print(f"wrote {folder}")
     began = time.perf_counter()
     try:
-        plan = build_plan(sources, targets, _options(config))
+        plan = build_plan(sources, targets, plan_options(targets, config, transport_kinds(sources, targets, config)))
     except PlanError as error:
         raise PlanError(folded(error.problems)) from error
     seconds = time.perf_counter() - began
@@ -94,10 +95,6 @@ def main(args: PlanArgs) -> int:
 
 _EXPLAINED = 20
 """Tensors that a pattern explains, at most."""
-
-
-def _options(config: TransferConfig) -> PlanOptions:
-    return PlanOptions(bucket_bytes=config.bucket, max_tmp_bytes=config.watermark, route=config.route, landing=config.landing)
 
 
 def _explained(plan: Plan, name: str) -> str:

@@ -45,7 +45,7 @@ from .trace_log import TargetLog
 log = logging.getLogger("syncline.engine")
 
 T = TypeVar("T", bound=msgspec.Struct)
-Misfit = Callable[[list[bytes], list[bytes]], Awaitable[PlanError | None]]
+Misfit = Callable[[list[bytes], list[bytes], int], Awaitable[PlanError | None]]
 """Why manifests of all source ranks and of the ranks of one target do not fit together; None: they do."""
 _MODULUS = 2**128
 _ABORT_TIMEOUT_S = 2.0
@@ -158,11 +158,13 @@ class Coordinator:
 
         Args:
             error: why there is no plan; raised if no such target is to blame.
-            problem: why the sources and the manifests of one target do not fit together.
+            problem: why the sources and the manifests of one target, of this index, do not fit together.
         """
         found = 0
         for handle in self.handles:
-            if handle.came_back_changed and (why := await problem(self._sources, handle.raw_manifests)) is not None:
+            if not handle.came_back_changed:
+                continue
+            if (why := await problem(self._sources, handle.raw_manifests, handle.index)) is not None:
                 found += 1
                 text = f"target {handle.address} came back with other tensors than it had, which do not fit this source"
                 misfit = PlanError([text, *why.problems])

@@ -23,13 +23,13 @@ import msgspec
 from syncline.scheduler.errors import AllTargetsLost, DeadlineExceeded, PushCancelled, StageFailure
 from syncline.scheduler.layout import Manifest
 from syncline.scheduler.outcome import PushOutcome, Spans
-from syncline.scheduler.plan import Plan, PlanOptions, build_plan
+from syncline.scheduler.plan import Plan, build_plan
 from syncline.stages.communicator import Rendezvous
 
 from .config import TransferConfig
 from .coordination import LOST, Coordination, attempt_of
 from .coordinator import Coordinator
-from .devices import device_problems, on_device
+from .devices import device_problems
 from .errors import (
     ClosedError,
     ControlError,
@@ -52,7 +52,7 @@ from .steps import Enter, HeadNote, Linked, LossNote, Manifests, Offers, Opening
 from .targets import Target, TargetHandle
 from .trace_clock import Trip
 from .trace_log import MarkColumns, RankLog, SpanColumns, Step, TaskColumns
-from .transports import relaying, transport_kinds
+from .transports import plan_options, transport_kinds
 from .wiring import Wiring
 
 T = TypeVar("T")
@@ -311,13 +311,13 @@ class Session:
         assert self._coordinator is not None
         return await self._coordinator.decide_misfits(error, self._misfit)
 
-    async def _misfit(self, sources: list[bytes], target: list[bytes]) -> PlanError | None:
-        """Why one target alone cannot be planned for."""
+    async def _misfit(self, sources: list[bytes], target: list[bytes], index: int) -> PlanError | None:
+        """Why one target alone cannot be planned for; it is called by its ``index`` among all."""
         payload = msgspec.msgpack.encode(Manifests(sources=sources, targets=[target]))
         try:
-            await asyncio.to_thread(_plan, payload, self.config, [])  # whoever asks knows which target it is
+            await asyncio.to_thread(_plan, payload, self.config, [])  # whoever asks knows its address
         except PlanError as error:
-            return error
+            return PlanError([_TARGET_NUMBER.sub(f"target {index}", problem) for problem in error.problems])
         return None
 
     async def _decide_start(self, version: int, plan: Plan, *, retry: bool) -> bytes:
@@ -482,19 +482,8 @@ def _plan(
         kinds = transport_kinds(sources, targets, config)
     except PlanError as error:
         problems += error.problems
-    options = PlanOptions(
-        bucket_bytes=config.bucket,
-        max_tmp_bytes=config.watermark,
-        route=config.route,
-        landing=config.landing,
-        shared_landing=config.landing != "streamed" and all(kind == "shm" for kind in kinds.values()),
-        wire_format=config.wire_format,
-        modules_to_not_convert=tuple(config.modules_to_not_convert),
-        stage_host=on_device(targets),
-        relays=relaying(kinds) if config.relay else frozenset(),
-    )
     try:
-        plan = build_plan(sources, targets, options)
+        plan = build_plan(sources, targets, plan_options(targets, config, kinds))
     except PlanError as error:
         raise PlanError(_addressed([*problems, *error.problems], addresses)) from error
     if problems:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from syncline.scheduler.layout import Manifest
+from syncline.scheduler.plan import PlanOptions
 from syncline.scheduler.programs import SourceProgram
 from syncline.stages.cudart import CudaIpc
 from syncline.stages.nccl import CudaNccl
@@ -21,6 +22,7 @@ from syncline.stages.transports.two_sided import TwoSidedSender
 from syncline.stages.workers import Workers
 
 from .config import TransferConfig
+from .devices import on_device
 from .errors import PlanError
 
 IN_PLACE = frozenset({"shm", "cuda_ipc"})
@@ -145,6 +147,21 @@ class Senders:
 def in_place(kinds: Mapping[int, str]) -> frozenset[int]:
     """Targets whose buckets are assembled in memory of their transport."""
     return frozenset(target for target, kind in kinds.items() if kind in IN_PLACE)
+
+
+def plan_options(targets: Sequence[Sequence[Manifest]], config: TransferConfig, kinds: Mapping[int, str]) -> PlanOptions:
+    """What a plan has to know of ``config`` and of the transport of each target (`transport_kinds`)."""
+    return PlanOptions(
+        bucket_bytes=config.bucket,
+        max_tmp_bytes=config.watermark,
+        route=config.route,
+        landing=config.landing,
+        shared_landing=config.landing != "streamed" and all(kind == "shm" for kind in kinds.values()),
+        wire_format=config.wire_format,
+        modules_to_not_convert=tuple(config.modules_to_not_convert),
+        stage_host=on_device(targets),
+        relays=relaying(kinds) if config.relay else frozenset(),
+    )
 
 
 def relaying(kinds: Mapping[int, str]) -> frozenset[int]:

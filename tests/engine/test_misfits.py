@@ -78,6 +78,7 @@ async def test_a_target_with_another_model_is_reported_for_itself(fleet, other, 
             assert [target.ok for target in report.targets.values()] == [True, False, True]
             assert isinstance(report.targets[b].error, PlanError)
             assert f"target {b} came back with other tensors" in str(report.targets[b].error)
+            assert "target 0" not in str(report.targets[b].error)  # which is a healthy one
             assert same(fleet.models["a"], fleet.source)
             assert same(fleet.models["c"], fleet.source)
             assert (fleet.receivers["b"].state, fleet.receivers["b"].version) == ("FENCED", None)

@@ -10,8 +10,12 @@ import torch
 
 from syncline.adapters.engines import ModuleLoader
 from syncline.bench import cli
+from syncline.bench.layouts import Model
 from syncline.bench.models import ModelError, find, from_config, named, parameters
-from syncline.engine import Receiver
+from syncline.bench.specs import read_source, read_targets
+from syncline.engine import Receiver, TransferConfig
+from syncline.engine.transports import plan_options, transport_kinds
+from syncline.scheduler.plan import build_plan
 
 TINY = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -242,6 +246,24 @@ async def test_a_live_target_is_asked_for_its_manifests(capsys, config, tmp_path
 )
 def test_what_is_not_understood_is_refused_with_what_would_be(capsys, config, args, said) -> None:
     assert said in refused(capsys, "--model", config, *args)
+
+
+def test_the_plan_is_that_of_an_engine(capsys, config) -> None:
+    """Whole ranks of a target on another host pass buckets on: the source sends about one copy, not eight."""
+    knobs = ("--bucket-bytes", "4KiB", "--json")
+    facts = json.loads(plan(capsys, "--model", config, "--source", "full:1", "--target", "full:8", *knobs))
+    model = Model.of(find(config))
+    sources, targets = read_source(["full:1"], model, 8), read_targets(["full:8"], model, 8, 1.0)
+    settings = TransferConfig(max_tmp_bytes="256MiB", bucket_bytes="4KiB")
+    options = plan_options(targets, settings, transport_kinds(sources, targets, settings))
+    assert options.relays == {0}
+    assert facts["digest"] == build_plan(sources, targets, options).digest
+    assert facts["sent_bytes"][0] < 0.5 * facts["needed_bytes"]
+
+
+def test_what_lands_mapped_has_to_be_on_one_host(capsys, config) -> None:
+    err = refused(capsys, "--model", config, "--source", "full:1", "--target", "full:1", "--landing", "mapped")
+    assert "one host" in err and "movable" not in err
 
 
 def test_a_form_needs_a_model_and_an_unknown_model_lists_the_known(capsys, tmp_path) -> None:
