@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -24,7 +24,7 @@ from .two_phase_messages import (
     PrepareAnswer,
     PrepareUpdate,
 )
-from .update_group import Backend, HostedStore, Place, UpdateGroup
+from .update_group import Backend, HostedStore, Place, UpdateGroup, with_theirs
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -74,7 +74,7 @@ class TwoPhaseClient:
             name=self._name, host=store.host, port=store.port, rank=0, world_size=1 + self._members, backend=self._backend
         )
         try:
-            self._group = await _both(UpdateGroup.join(place, timeout_s=self._timeout_s), self._invite(place))
+            self._group = await with_theirs(UpdateGroup.join(place, timeout_s=self._timeout_s), self._invite(place))
         except BaseException:
             store.close()
             self._store = None
@@ -162,22 +162,3 @@ class TwoPhaseClient:
         except msgspec.MsgspecError as error:
             text = body[:_SHOWN].decode(errors="replace")
             raise ProtocolError(f"{where} answered HTTP {response.status} with no {kind.__name__}: {text}") from error
-
-
-async def _both(join: Coroutine[Any, Any, UpdateGroup], invite: Coroutine[Any, Any, None]) -> UpdateGroup:
-    """Both at once; the first failure ends the other."""
-    joining, inviting = asyncio.ensure_future(join), asyncio.ensure_future(invite)
-    try:
-        await asyncio.wait({joining, inviting}, return_when=asyncio.FIRST_EXCEPTION)
-        for task in (inviting, joining):
-            if task.done():
-                await task
-        await inviting
-        return await joining
-    except BaseException:
-        for task in (joining, inviting):
-            task.cancel()
-        results = await asyncio.gather(joining, inviting, return_exceptions=True)
-        if isinstance(results[0], UpdateGroup):
-            await results[0].close()
-        raise

@@ -139,13 +139,18 @@ class TwoPhaseService:
         update = self._updates.get(name)
         if update is not None and update.applying:
             return f"an update of group {name!r} is being applied; ask again when it has ended"
+        group = self._groups.pop(name, None)
         if update is not None:
             await update.give_up(reason)
-            del self._updates[name]
-        group = self._groups.pop(name, None)
+            self._forget(name, update)
         if group is not None:
             await group.close()
         return ""
+
+    def _forget(self, name: str, update: Update) -> None:
+        """Unless a complete that waited for it has, or another one has taken its place since."""
+        if self._updates.get(name) is update:
+            del self._updates[name]
 
     # updates
 
@@ -182,7 +187,10 @@ class TwoPhaseService:
         return PrepareAnswer(status="ready", message=f"Started recv loop for {request.num_buckets} buckets")
 
     async def complete(self, request: CompleteUpdate) -> CompleteAnswer:
-        """Wait for the last broadcast, then apply everything at once, or nothing. Goes on if its caller goes away."""
+        """Wait for the last broadcast, then apply everything at once, or nothing. Goes on if its caller goes away.
+
+        The first call for an update is the only one that ends it. One that repeats it is refused at once, and changes nothing.
+        """
         return await self._lasting(self._complete(request))
 
     async def _complete(self, request: CompleteUpdate) -> CompleteAnswer:
@@ -191,8 +199,9 @@ class TwoPhaseService:
         if update is None:
             known = name in self._groups
             return CompleteAnswer(success=False, message="no update was prepared" if known else NO_GROUP)
-        if update.applying:
+        if update.completing:
             return CompleteAnswer(success=False, message="this update is being completed already")
+        update.completing = True  # before anything is waited for: see `complete`
         if not await update.received(self._timeout_s):
             await self._leave(name, "it was not received in time")
             received = update.buckets_received
@@ -202,8 +211,7 @@ class TwoPhaseService:
                 return CompleteAnswer(success=False, num_buckets_received=update.buckets_received, message=update.error)
             return await self._apply(update, flush_cache=request.flush_cache)
         finally:
-            if self._updates.get(name) is update:
-                del self._updates[name]
+            self._forget(name, update)
             await update.give_up("it is over")
 
     async def _apply(self, update: Update, *, flush_cache: bool) -> CompleteAnswer:

@@ -47,6 +47,8 @@ class Update:
         self._arrivals: list[Signal[None]] = []
         self._receiving: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self.completing = False
+        """A complete has come: it waits for the last tensor, or applies them. Set by the service."""
         self.applying = False
         self.error = ""
         """Why it failed; empty while it has not."""
@@ -62,7 +64,7 @@ class Update:
         """Begin to receive. From here on broadcasts are taken as they come.
 
         Args:
-            timeout_s: longest time between two tensors, and from the last one to `apply`.
+            timeout_s: longest time between two tensors, and from the last one to complete.
             failed: called once the update has failed; not by `give_up`.
         """
         assert self._arena is not None
@@ -89,7 +91,7 @@ class Update:
         self._arena.check(index)
 
     def _expire(self, reason: str, failed: Callable[[Update], None]) -> None:
-        if not self.applying:
+        if not self.completing:
             self._receiving = asyncio.create_task(self._fail(reason, failed), name="syncline-two-phase-expire")
 
     async def _fail(self, reason: str, failed: Callable[[Update], None]) -> None:

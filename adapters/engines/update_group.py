@@ -21,9 +21,10 @@ import atexit
 import contextlib
 import threading
 import time
+from collections.abc import Coroutine
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,9 @@ from syncline.stages.workers import call_in_thread
 
 from .update_group_meeting import Backend, HostedStore, Place, meet
 
-__all__ = ["Backend", "HostedStore", "Place", "UpdateGroup"]
+__all__ = ["Backend", "HostedStore", "Place", "UpdateGroup", "with_theirs"]
+
+T = TypeVar("T")
 
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
@@ -217,3 +220,29 @@ class UpdateGroup:
         self._group = None
         self._store = None
         atexit.unregister(self._tear_down)
+
+
+async def with_theirs(ours: Coroutine[Any, Any, T], theirs: Coroutine[Any, Any, None], *, last_word_s: float = 0.0) -> T:
+    """Our side and the server's, at the same time: a collective returns on neither before both have entered it.
+
+    Returns what our side does. When one fails the other is not waited for, since it may never end; a group that our side has
+    made by then is closed.
+
+    Args:
+        last_word_s: how long the server may take, after our side has failed, to say how it saw that, in seconds.
+    """
+    mine, server = asyncio.create_task(ours), asyncio.create_task(theirs)
+    try:
+        await asyncio.wait({mine, server}, return_when=asyncio.FIRST_EXCEPTION)
+        if not server.done():
+            await asyncio.wait({server}, timeout=last_word_s)
+        if server.done():
+            server.result()  # the server's own words say more
+        return mine.result()
+    except BaseException:
+        for task in (mine, server):
+            task.cancel()
+        made, _ = await asyncio.gather(mine, server, return_exceptions=True)
+        if isinstance(made, UpdateGroup):  # nobody else knows of it
+            await made.close()
+        raise

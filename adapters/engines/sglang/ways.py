@@ -8,22 +8,21 @@ import contextlib
 import pickle  # noqa: TID251 - one endpoint of SGLang wants to be sent one; see `TensorWay`
 import shutil
 import tempfile
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from syncline.engine.errors import SynclineError, TargetLost, TargetUnreachable, TransportError
 from syncline.stages.copies import torch_dtype
 
-from ..update_group import Backend, HostedStore, Place, UpdateGroup
+from ..update_group import Backend, HostedStore, Place, UpdateGroup, with_theirs
 from .buckets import Bucket, Slot
 from .front import Selector, ServerInfo, SGLangFront
 
 _GROUP_S = 60.0
 _LAST_WORD_S = 5.0
-"""After our side of a broadcast has failed, the server is given so long to say how it saw that."""
+"""After our side has failed, the server is given so long to say how it saw that."""
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
@@ -98,7 +97,7 @@ class DistributedWay:
             backend=place.backend,
             timeout_s=_GROUP_S,
         )
-        self._group = await _both(UpdateGroup.join(place, timeout_s=_GROUP_S), invite)
+        self._group = await with_theirs(UpdateGroup.join(place, timeout_s=_GROUP_S), invite, last_word_s=_LAST_WORD_S)
 
     async def send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
         group, info = self._group, self._info
@@ -115,7 +114,7 @@ class DistributedWay:
             timeout_s=self._timeout_s,
         )
         try:
-            await _both(_broadcast(group, data, self._timeout_s), update)
+            await with_theirs(_broadcast(group, data, self._timeout_s), update, last_word_s=_LAST_WORD_S)
         except (TransportError, TargetUnreachable) as error:
             if await self._front.is_alive():
                 raise
@@ -247,26 +246,6 @@ class TensorWay:
 
 async def _broadcast(group: UpdateGroup, data: torch.Tensor, timeout_s: float) -> None:
     await group.broadcast(data, patience_s=timeout_s)
-
-
-async def _both(ours: Coroutine[Any, Any, Any], theirs: Coroutine[Any, Any, None]) -> Any:
-    """Our side and the server's, at the same time: a collective returns on neither before both have entered it.
-
-    Returns what our side does. When one fails the other is not waited for, since it may never end.
-    """
-    mine, server = asyncio.create_task(ours), asyncio.create_task(theirs)
-    try:
-        await asyncio.wait({mine, server}, return_when=asyncio.FIRST_EXCEPTION)
-        if not server.done():
-            await asyncio.wait({server}, timeout=_LAST_WORD_S)
-        if server.done():
-            server.result()  # the server's own words say more
-        result = mine.result()
-    finally:
-        for task in (mine, server):
-            task.cancel()
-        await asyncio.gather(mine, server, return_exceptions=True)
-    return result
 
 
 def _view(slot: Slot, data: torch.Tensor) -> torch.Tensor:

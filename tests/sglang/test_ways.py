@@ -1,0 +1,66 @@
+"""How a group with a server is made, and what is left when it is not: members of it in this process, no server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from syncline.adapters.engines.sglang.ways import DistributedWay
+from syncline.adapters.engines.update_group import Place, UpdateGroup
+from syncline.engine.errors import LoaderError
+
+ONE_RANK = SimpleNamespace(dialect=None, tp_size=1, life="one")
+
+
+class Front:
+    """A server that joins, and then ends its call in some way."""
+
+    def __init__(self, then) -> None:
+        self.then, self.joined = then, asyncio.Event()
+
+    async def init_group(self, *, host, port, world_size, name, backend, timeout_s) -> None:
+        place = Place(name=name, host=host, port=port, rank=1, world_size=world_size, backend=backend)
+        self.member = await UpdateGroup.join(place, timeout_s=timeout_s)
+        while len(members()) < 2:  # our own side has joined, too
+            await asyncio.sleep(0.005)
+        self.joined.set()
+        await self.then()
+
+
+def members():
+    """Threads of groups that have not been closed."""
+    return [thread for thread in threading.enumerate() if thread.name == "syncline-update-group"]
+
+
+async def refuses():
+    raise LoaderError("no such layer")
+
+
+async def says_nothing():
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("then", [refuses, says_nothing])
+async def test_a_group_that_only_we_think_made_is_closed(then) -> None:
+    assert not members()
+    front = Front(then)
+    way = DistributedWay(front, backend="gloo", host="127.0.0.1", timeout_s=10)
+    meeting = asyncio.create_task(way.begin(ONE_RANK, "target"))
+    async with asyncio.timeout(30):
+        if then is refuses:
+            with pytest.raises(LoaderError, match="no such layer"):  # the server's own words
+                await meeting
+        else:
+            await front.joined.wait()
+            meeting.cancel()  # by whoever has waited long enough
+            with pytest.raises(asyncio.CancelledError):
+                await meeting
+        try:
+            assert len(members()) == 1  # the server's
+        finally:
+            await front.member.close()
+            await way.drop()
+    assert not members()
