@@ -26,6 +26,7 @@ import aiohttp
 import psutil
 import pytest
 import torch
+from aiohttp import web
 
 HERE = Path(__file__).parent
 READY_S = 180.0
@@ -269,6 +270,94 @@ def llama_tp1(start_server: StartServer, tiny_folder: Callable[[str], Path]) -> 
 def qwen2_tp2(start_server: StartServer, tiny_folder: Callable[[str], Path]) -> Server:
     """A tiny Qwen2 (biases) on two ranks, with random weights and with a prefix cache."""
     return start_server(tiny_folder("Qwen2"), "--skip-tokenizer-init", "--load-format", "dummy", tp=2)
+
+
+class Recorder:
+    """Answers every call; some by what a test has put there."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        self.calls.append((request.path_qs.lstrip("/"), body))
+        status, answer = self.answers.get(request.path.lstrip("/"), (200, {"success": True, "message": "Success"}))
+        return web.json_response(answer, status=status)
+
+
+class Scripted(Recorder):
+    """Enough of a server for a stand-in to attach to it: it remembers its weights' version.
+
+    ``failing`` says how often a call is refused (500), ``stuck`` which are never answered, ``broken`` which are cut off;
+    ``saw`` has the version that it said when a call came last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing: dict[str, int] = {}
+        self.stuck: dict[str, asyncio.Event] = {}
+        self.broken: set[str] = set()
+        self.saw: dict[str, str] = {}
+
+    @property
+    def version(self) -> str:
+        return str(self.answers["model_info"][1]["weight_version"])
+
+    def paths(self) -> list[str]:
+        """What was called since the last look, but for questions."""
+        found = [path for path, _ in self.calls if path not in {"model_info", "server_info", "ready", "health"}]
+        self.calls.clear()
+        return found
+
+    async def handle(self, request: web.Request) -> web.Response:
+        path = request.path.lstrip("/")
+        self.saw[path] = self.version
+        if path in self.stuck:
+            self.stuck[path].set()
+            await asyncio.Event().wait()
+        if path in self.broken:
+            self.calls.append((path, None))
+            assert request.transport is not None
+            request.transport.abort()
+        if self.failing.get(path, 0) > 0:
+            self.failing[path] -= 1
+            self.calls.append((path, None))
+            return web.json_response({"message": "not now"}, status=500)
+        if path == "update_weight_version":
+            version = (await request.json())["new_version"]
+            self.answers["model_info"] = (200, {"weight_version": version})
+        return await super().handle(request)
+
+
+@contextlib.asynccontextmanager
+async def answering(recorder: Recorder) -> AsyncIterator[None]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", recorder.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    recorder.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def recorder() -> AsyncIterator[Recorder]:
+    recorder = Recorder()
+    async with answering(recorder):
+        yield recorder
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Scripted]:
+    """A server whose whole weights are version 3, and that can release memory."""
+    server = Scripted()
+    server.answers["server_info"] = (200, {"version": "0.5.23", "enable_memory_saver": True, "load_format": "auto"})
+    server.answers["model_info"] = (200, {"weight_version": "3"})
+    async with answering(server):
+        yield server
 
 
 class Trainer:

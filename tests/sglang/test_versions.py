@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from aiohttp import web
 
 from syncline.adapters.engines.sglang import SGLangFront, SGLangOptions, SGLangReceiver, SGLangTarget, front as front_module
 from syncline.adapters.engines.sglang.front import CacheNotFlushed, ServerInfo
@@ -15,46 +14,6 @@ from syncline.adapters.engines.sglang.versions import dialect_of
 from syncline.adapters.engines.sglang.ways import DistributedWay
 from syncline.engine import TransferConfig
 from syncline.engine.errors import ConfigError, LoaderError, ProtocolError, TargetLost, TransportError
-from syncline.scheduler.layout import Box, Buffer, BufferTable, Layout, Piece, PieceTable, Tensor, TensorTable
-
-
-class Recorder:
-    """Answers every call; some by what a test has put there."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
-        self.answers: dict[str, tuple[int, Any]] = {}
-        self.url = ""
-
-    async def handle(self, request: web.Request) -> web.Response:
-        body = await request.json() if request.can_read_body else None
-        self.calls.append((request.path_qs.lstrip("/"), body))
-        status, answer = self.answers.get(request.path.lstrip("/"), (200, {"success": True, "message": "Success"}))
-        return web.json_response(answer, status=status)
-
-
-class Scripted(Recorder):
-    """Enough of a server for a stand-in to attach to it: it remembers its weights' version."""
-
-    async def handle(self, request: web.Request) -> web.Response:
-        if request.path == "/update_weight_version":
-            version = (await request.json())["new_version"]
-            self.answers["model_info"] = (200, {"weight_version": version})
-        return await super().handle(request)
-
-
-@pytest.fixture
-async def recorder(request):
-    recorder = getattr(request, "param", Recorder)()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", recorder.handle)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    recorder.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield recorder
-    await runner.cleanup()
 
 
 @pytest.fixture
@@ -143,6 +102,14 @@ async def test_how_a_server_must_be_run(recorder) -> None:
     with pytest.raises(ConfigError) as raised:
         await receiver.start()
     assert [word for word in ("dp_size", "pp_size", "weight-cache-mode") if word not in str(raised.value)] == []
+    # Where keys, values or embeddings of old weights would outlive a push.
+    recorder.answers["server_info"] = (200, {"version": "0.5.23", "hicache_storage_backend": "mooncake"})
+    recorder.answers["model_info"] = (200, {"has_image_understanding": True})
+    with pytest.raises(ConfigError, match=r"(?s)in mooncake, .*without --hicache-storage-backend.*takes images or audio"):
+        await SGLangReceiver(recorder.url).start()
+    recorder.answers["server_info"] = (200, {"version": "0.5.23", "enable_lmcache": True})
+    with pytest.raises(ConfigError, match="in LMCache, "):
+        await SGLangReceiver(recorder.url).start()
     recorder.answers["server_info"] = (200, {"version": "0.4.1"})
     receiver = SGLangReceiver(recorder.url)
     with pytest.raises(ConfigError, match=r"0\.4\.1 is not supported"):
@@ -189,48 +156,6 @@ def test_where_requests_keep_their_keys_and_values(radix_cache: bool, overlap: b
         life="",
     )
     assert info.keeps_in_place is kept
-
-
-def paths(recorder: Recorder) -> list[str]:
-    """What was called since the last look, but for questions."""
-    found = [path for path, _ in recorder.calls if path not in {"model_info", "server_info", "ready", "health"}]
-    recorder.calls.clear()
-    return found
-
-
-@pytest.mark.parametrize("recorder", [Scripted], indirect=True)
-async def test_memory_is_released_and_resumed_by_tag(recorder) -> None:
-    recorder.answers["server_info"] = (200, {"version": "0.5.23", "enable_memory_saver": True, "load_format": "auto"})
-    recorder.answers["model_info"] = (200, {"weight_version": "3"})
-    layout = Layout(
-        tensors=TensorTable.of([Tensor(name="w", shape=(2,), dtype="float32")]),
-        pieces=PieceTable.of(
-            [Piece(tensor=0, box=Box(start=(0,), shape=(2,)), buffer=0, offset=0, strides=(1,), dtype="float32")]
-        ),
-        buffers=BufferTable.of([Buffer(name="w", nbytes=8)]),
-        whole_tensors=True,
-    )
-    async with SGLangReceiver(recorder.url, options=SGLangOptions(layout=layout, watch_s=60)) as receiver:
-        assert (receiver.state, receiver.version) == ("COMMITTED", 3)
-        paths(recorder)
-        await receiver.release_memory(["kv_cache"])
-        assert recorder.calls[-1] == ("release_memory_occupation", {"tags": ["kv_cache"]})
-        assert [path for path in paths(recorder) if "pause" in path or "continue" in path] == ["pause_generation"]
-        with pytest.raises(ConfigError, match="released already"):
-            await receiver.release_memory(["kv_cache"])
-        with pytest.raises(ConfigError, match="'weights' is not released"):
-            await receiver.resume_memory(["weights"])
-        await receiver.resume_memory()
-        assert paths(recorder) == ["resume_memory_occupation", "continue_generation"]
-        assert receiver.state == "COMMITTED"
-
-        await receiver.release_memory(["weights", "kv_cache"])
-        assert (receiver.state, receiver.version) == ("FENCED", None)  # nothing is left to serve
-        assert recorder.answers["model_info"] == (200, {"weight_version": "syncline-unfinished"})
-        paths(recorder)
-        await receiver.resume_memory(["weights"])
-        await receiver.resume_memory(["kv_cache"])
-        assert paths(recorder) == ["resume_memory_occupation", "resume_memory_occupation"]  # it waits for a push
 
 
 class BrokenGroup:

@@ -49,6 +49,8 @@ class ServerInfo:
         overlap: the next forward pass is started before the last one's tokens are looked at.
         memory_saver: memory can be released and resumed.
         weight_cache: it shares its weights with other engines, so they must not change.
+        stored_cache: keys and values go to a store outside the process, where no flush reaches them; its name.
+        multimodal: it takes images or audio, of which it keeps embeddings that no flush reaches.
         life: changes when the server is started anew.
     """
 
@@ -64,6 +66,8 @@ class ServerInfo:
     overlap: bool
     memory_saver: bool
     weight_cache: bool
+    stored_cache: str = ""
+    multimodal: bool = False
     life: str
 
     @property
@@ -85,6 +89,15 @@ class ServerInfo:
             problems.append(f"the server has pp_size {self.pp_size}; its stages would take the same rank: use tp_size")
         if self.weight_cache:
             problems.append("the server shares its weights (--weight-cache-mode); restart it with --weight-cache-mode off")
+        if self.stored_cache:
+            problems.append(
+                f"the server stores keys and values in {self.stored_cache}, where those of old weights outlive a push; start "
+                "it without --hicache-storage-backend and --enable-lmcache"
+            )
+        if self.multimodal:
+            problems.append(
+                "the server's model takes images or audio, and SGLang serves embeddings of old weights after a push"
+            )
         return problems
 
 
@@ -110,7 +123,7 @@ class SGLangFront:
 
     async def info(self) -> ServerInfo:
         """What the server is. Raises `ConfigError` for a version that is not supported."""
-        await self.weight_version()  # only SGLang says it there; others may think about /server_info for long
+        model = await self._get("model_info")  # only SGLang says it there; others may think about /server_info for long
         server = await self._get("server_info")
         if not isinstance(server.get("version"), str):
             raise ProtocolError(f"{self.url}/server_info names no version: {_NO_SGLANG}")
@@ -127,6 +140,8 @@ class SGLangFront:
             overlap=not server.get("disable_overlap_schedule", False),
             memory_saver=bool(server.get("enable_memory_saver", False)),
             weight_cache=server.get("weight_cache_mode", "off") != "off",
+            stored_cache="LMCache" if server.get("enable_lmcache") else str(server.get("hicache_storage_backend") or ""),
+            multimodal=bool(model.get("has_image_understanding") or model.get("has_audio_understanding")),
             life=_life(server),
         )
 

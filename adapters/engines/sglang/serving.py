@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from syncline.engine.errors import BusyError, LoaderError, TargetLost
+from syncline.engine.errors import BusyError, LoaderError, SynclineError, TargetLost
 from syncline.engine.messages import InFlight
 
 from ..unfinished import UNFINISHED
@@ -17,6 +19,11 @@ __all__ = ["UNFINISHED", "SGLangServing", "ServerState"]
 log = logging.getLogger("syncline.engine")
 
 _ABORTED_S = 5.0
+_AGAIN_S = 0.5
+
+
+class _NotOurs(LoaderError):
+    """Another one has changed the server since: what it is to do now is not for us to say."""
 
 
 @dataclass(kw_only=True)
@@ -52,10 +59,16 @@ class SGLangServing:
 
     Requests that come to a paused server wait until it is resumed. From `pause` until `resume` or `fence` has been done the
     server is held; what is not held is another one's, and left alone.
+
+    What has to be so (resumed, or fenced) is asked for until the server has done it, another one has changed it, something else
+    is wanted or `close` is called, however long the receiver waits for it.
     """
 
     def __init__(self, front: SGLangFront, state: ServerState, hold: Hold) -> None:
         self._front, self._state, self.hold = front, state, hold
+        self._one_at_a_time = asyncio.Lock()
+        self._wish = object()
+        self._wishes: set[asyncio.Task[None]] = set()
 
     async def pause(self, in_flight: InFlight) -> None:
         """Take the server; no forward pass runs and none will start.
@@ -64,13 +77,15 @@ class SGLangServing:
             BusyError: another stand-in is changing it.
             TargetLost: it is not as it was left: another stand-in has changed it.
         """
-        self.expect(await self.hold.take())
-        await self.halt(in_flight)
-        mark = self.hold.mark()
-        await self._front.set_weight_version(mark)  # returns when the scheduler has seen the pause, too
-        if (said := await self._front.weight_version()) != mark:
-            self._let_go()
-            raise BusyError(f"{self._front.url} says weight version {said!r}, not our mark: another source updates it, too")
+        self._wish = object()
+        async with self._one_at_a_time:
+            self.expect(await self.hold.take())
+            await self._halt(in_flight)
+            mark = self.hold.mark()
+            await self._front.set_weight_version(mark)  # returns when the scheduler has seen the pause, too
+            if (said := await self._front.weight_version()) != mark:
+                self._let_go()
+                raise BusyError(f"{self._front.url} says weight version {said!r}, not our mark: another source updates it, too")
 
     def expect(self, said: str) -> None:
         """Let go of the server and raise `TargetLost` if it is not as it was left."""
@@ -88,6 +103,11 @@ class SGLangServing:
 
     async def halt(self, in_flight: InFlight) -> None:
         """Pause the server that is held, and do not say so at the server."""
+        self._wish = object()
+        async with self._one_at_a_time:
+            await self._halt(in_flight)
+
+    async def _halt(self, in_flight: InFlight) -> None:
         if self._state.paused is not None:
             await self._pause("retract")  # again: somebody may have resumed it meanwhile
             if in_flight == "abort":
@@ -115,38 +135,36 @@ class SGLangServing:
         if not self.hold.held:
             log.warning("SGLang at %s is not resumed: another source holds it", self._front.url)
             return
-        try:
-            await self._unmark()
-            await self._front.resume(self._state.info.dialect)
-            self._state.paused = None
-            # A health check that came during a long pause has failed, and the server counts as ill until one succeeds.
-            await self._front.recover()
-        finally:
-            self._let_go()
+        await self._insist("resume", self._resume)
 
-    async def _unmark(self) -> None:
+    async def _resume(self) -> None:
+        await self._unmark(await self.hold.take())
+        await self._front.resume(self._state.info.dialect)
+        self._state.paused = None
+        self._let_go()
+        # A health check that came during a long pause has failed, and the server counts as ill until one succeeds.
+        await self._front.recover()
+
+    async def _unmark(self, said: str) -> None:
         """Before it goes on: it is still ours, and says which weights it has."""
-        said, whole = await self._front.weight_version(), self._state.weight_version
+        whole = self._state.weight_version
         if whole is not None and said == whole:
             return
         if whole is None or not self.hold.is_mine(said):
-            raise LoaderError(f"{self._front.url} says weight version {said!r}, not {whole!r}: it is not resumed")
+            raise _NotOurs(f"{self._front.url} says weight version {said!r}, not {whole!r}: it is not resumed")
         await self._front.set_weight_version(whole)
 
     async def fence(self, reason: str) -> None:
         """Pause if that has not been done; requests that are being answered end with SGLang's own error."""
+        log.info("SGLang at %s is fenced: %s", self._front.url, reason)
+        await self._insist("pause", self._fence)
+
+    async def _fence(self) -> None:
+        # Where it is marked and does not answer, whoever comes next pushes all of it: it is not held until it does.
         try:
             said = await self.hold.take()
-        except BusyError as error:
-            log.warning("SGLang is not fenced (%s): %s", reason, error)
-            return
-        except BaseException:
-            self._let_go()  # it is marked, and does not answer: whoever comes next pushes all of it
-            raise
-        try:
             if not self._is_as_left(said):
                 return  # another one's weights
-            log.info("SGLang at %s is fenced: %s", self._front.url, reason)
             await self._pause("retract")
             await self._front.abort_all()
             if said != UNFINISHED:
@@ -154,6 +172,38 @@ class SGLangServing:
             self._state.weight_version = UNFINISHED
         finally:
             self._let_go()
+
+    async def _insist(self, what: str, act: Callable[[], Awaitable[None]]) -> None:
+        wish = self._wish = object()
+
+        async def insist() -> None:
+            while self._wish is wish:
+                try:
+                    async with self._one_at_a_time:
+                        if self._wish is wish:
+                            await act()
+                    return
+                except (BusyError, _NotOurs) as error:
+                    log.warning("SGLang at %s did not %s: %s", self._front.url, what, error)
+                    self._let_go()
+                    return
+                except SynclineError as error:
+                    log.warning("SGLang at %s did not %s: %s; trying again", self._front.url, what, error)
+                await asyncio.sleep(_AGAIN_S)
+
+        task = asyncio.create_task(insist(), name=f"syncline-sglang-{what}")
+        self._wishes.add(task)
+        task.add_done_callback(self._wishes.discard)
+        await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Ask for nothing any more. The server stays paused, or not, as it is."""
+        self._wish = object()
+        wishes = set(self._wishes)
+        for task in wishes:
+            task.cancel()
+        if wishes:
+            await asyncio.wait(wishes)
 
     def _let_go(self) -> None:
         """Not while memory is released: nobody else knows of that."""

@@ -22,7 +22,16 @@ from typing import Any, Self
 
 from syncline.engine import Receiver
 from syncline.engine.config import parse_size
-from syncline.engine.errors import BusyError, ClosedError, ConfigError, SynclineError, TargetUnreachable
+from syncline.engine.errors import (
+    AuthError,
+    BusyError,
+    ClosedError,
+    ConfigError,
+    LoaderError,
+    ProtocolError,
+    SynclineError,
+    TargetUnreachable,
+)
 from syncline.engine.messages import State
 from syncline.scheduler.layout import Layout
 
@@ -41,6 +50,7 @@ _STARTING_S = 120.0
 _LOOK_AGAIN_S = 0.2
 _OTHERS_S = 5.0
 """So long another one's update is waited for at the start."""
+_GIVE_BACK_S = 10.0
 _UNKNOWN = "unknown"
 """Digest of a version that somebody else has committed: nothing that is pushed under it counts as the same."""
 
@@ -172,26 +182,48 @@ class SGLangReceiver:
     async def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
         """Pause the server and have it give memory back. It serves again after `resume_memory` and, if weights went, a push.
 
+        A call that fails half-way leaves the server as it was, or fenced with what it may have released counted as such.
+
         Raises:
             ConfigError: it was started without ``--enable-memory-saver``; or a tag is released already.
             BusyError: a push into it is under way.
         """
-        problems = [] if self.info.memory_saver else ["the server was started without --enable-memory-saver"]
-        problems += [f"{tag!r} is released already" for tag in tags if tag in self._released]
-        if problems:
-            raise ConfigError(problems)
-        assert self._state is not None
-        assert self._serving is not None
+        tags = list(dict.fromkeys(tags))
         async with self._changing:
+            problems = [] if self.info.memory_saver else ["the server was started without --enable-memory-saver"]
+            problems += [f"{tag!r} is released already" for tag in tags if tag in self._released]
+            if problems:
+                raise ConfigError(problems)
+            assert self._serving is not None
             if self._busy():
                 raise BusyError(f"a push into {self.front.url} is under way; release its memory when that has ended")
             self._serving.expect(await self._serving.hold.take())
-            await self._serving.halt("abort")
-            await self._serving.drop_cache()
+            try:
+                await self._release(tags, self._serving)
+            except BaseException:
+                if not self._released and self._receiver is not None:
+                    await self._give_back(self._serving, self._receiver.serving_version)
+                if not self._released and self._hold is not None:
+                    self._hold.release()
+                raise
+
+    async def _release(self, tags: Sequence[MemoryTag], serving: SGLangServing) -> None:
+        """Weights are none before they go; and whatever ends the call but the server's word, the memory counts as gone."""
+        await serving.halt("abort")
+        await serving.drop_cache()
+        if "weights" in tags:
+            assert self._state is not None
+            await self.front.set_weight_version(UNFINISHED)
+            self._state.weight_version = UNFINISHED
+            await self._detach()  # what believes in them
+        self._released.update(tags)
+        try:
             await self.front.release_memory(tags)
-            self._released |= set(tags)
-            if "weights" in tags:
-                await self._fence_anew()
+        except (AuthError, LoaderError, ProtocolError):
+            self._released.difference_update(tags)
+            raise
+        if "weights" in tags:
+            await self._attach()
 
     async def resume_memory(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Have the server take memory again: what was released, or a part of it. Without a push it serves again if its weights
@@ -200,13 +232,15 @@ class SGLangReceiver:
         Raises:
             ConfigError: a tag was not released. SGLang would die of it.
         """
-        wanted = self._released if tags is None else set(tags)
-        if wanted - self._released:
-            raise ConfigError([f"{tag!r} is not released" for tag in sorted(wanted - self._released)])
         async with self._changing:
+            wanted = set(self._released if tags is None else tags)
+            if wanted - self._released:
+                raise ConfigError([f"{tag!r} is not released" for tag in sorted(wanted - self._released)])
+            if not wanted:
+                return  # SGLang takes none for all, and dies of those that are there
             await self.front.resume_memory(sorted(wanted))
             self._released -= wanted
-            serving = self._running().serving_version
+            serving = None if self._receiver is None else self._receiver.serving_version
             if serving is not None and self._serving is not None and not self._released:
                 await self._serving.resume(serving)
             if not self._released and self._hold is not None and not self._busy():
@@ -256,6 +290,7 @@ class SGLangReceiver:
         if self._hold is None or self._hold.life != info.life:
             if self._hold is not None:
                 self._hold.release()
+                self._released = set()  # it was started anew, and has all of it
             self._hold = Hold(self.front, life=info.life, patience_s=self.options.timeout_s)
         said = await self._hold.take()
         try:
@@ -272,7 +307,29 @@ class SGLangReceiver:
         held = said if version is not None else None
         self._state = state = ServerState(info=info, weight_version=held, released=self._released)
         self._serving = serving = SGLangServing(self.front, state, hold)
-        await self._settle(serving, version)
+        try:
+            await self._settle(serving, version)
+            await self._receive(info, hold, layout, said, version)
+        except BaseException:
+            await self._give_back(serving, version)
+            await serving.close()
+            raise
+
+    async def _give_back(self, serving: SGLangServing, version: int | None) -> None:
+        """What could not be taken over goes on with the whole version that it has."""
+        if version is None or self._state is None or self._state.paused is None:
+            return
+        try:
+            async with asyncio.timeout(_GIVE_BACK_S):
+                await serving.resume(version)
+        except TimeoutError:
+            log.warning("SGLang at %s was paused and does not answer: it stays paused", self.front.url)
+
+    async def _receive(self, info: ServerInfo, hold: Hold, layout: Layout, said: str, version: int | None) -> None:
+        """Begin to listen, for this life of the server."""
+        state, serving = self._state, self._serving
+        assert state is not None
+        assert serving is not None
         self._way = way = self._make_way()
         receiver = Receiver(
             loader=SGLangLoader(
@@ -310,13 +367,10 @@ class SGLangReceiver:
         way, self._way = self._way, None
         if receiver is not None:
             await receiver.close()
+        if self._serving is not None:
+            await self._serving.close()
         if way is not None:
             await way.close()
-
-    async def _fence_anew(self) -> None:
-        """The weights are gone: the receiver that believes in them goes, too."""
-        await self.front.set_weight_version(UNFINISHED)
-        await self._attach()
 
     def _find_layout(self, info: ServerInfo) -> Layout:
         """Reads files and builds a model without memory: off the event loop."""
@@ -353,6 +407,8 @@ class SGLangReceiver:
                     log.warning("SGLang at %s is lost: %s", self.front.url, error)
                     async with self._changing:
                         await self._detach()
+                        if self._hold is not None and not self._released:
+                            self._hold.release()
 
     def _busy(self) -> bool:
         """While a push is under way its own calls notice what is wrong."""

@@ -1,0 +1,191 @@
+"""What a stand-in does when its server refuses, is slow or goes away, asked of a server that only records its calls."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from syncline.adapters.engines.sglang import SGLangOptions, SGLangReceiver, serving
+from syncline.engine import switch
+from syncline.engine.errors import ConfigError, LoaderError, TargetUnreachable
+from syncline.scheduler.layout import Box, Buffer, BufferTable, Layout, Piece, PieceTable, Tensor, TensorTable
+
+LAYOUT = Layout(
+    tensors=TensorTable.of([Tensor(name="w", shape=(2,), dtype="float32")]),
+    pieces=PieceTable.of([Piece(tensor=0, box=Box(start=(0,), shape=(2,)), buffer=0, offset=0, strides=(1,), dtype="float32")]),
+    buffers=BufferTable.of([Buffer(name="w", nbytes=8)]),
+    whole_tensors=True,
+)
+
+
+def stand_in(server: Any, **options: Any) -> SGLangReceiver:
+    return SGLangReceiver(server.url, options=SGLangOptions(layout=LAYOUT, **{"watch_s": 60, "timeout_s": 10, **options}))
+
+
+async def until(holds: Any, what: str) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+    assert holds(), what
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_AGAIN_S", 0.01)
+
+
+def resumed(server: Any) -> bool:
+    """The last word of those that stop and start it."""
+    words = [path for path, _ in server.calls if path in ("pause_generation", "continue_generation")]
+    return words[-1:] == ["continue_generation"] and not any(server.failing.values())
+
+
+@pytest.mark.parametrize("call", ["continue_generation", "model_info", "update_weight_version"])
+@pytest.mark.parametrize("waits", [True, False])
+async def test_it_is_asked_to_resume_until_it_has(scripted, call: str, waits: bool, monkeypatch) -> None:
+    """Nobody else would: the receiver has long said that it holds the version. ``waits``: for the receiver, or behind it."""
+    if not waits:
+        monkeypatch.setattr(switch, "_ENGINE_TIMEOUT_S", 0.02)
+        monkeypatch.setattr(serving, "_AGAIN_S", 0.1)
+    async with stand_in(scripted) as receiver:
+        assert resumed(scripted)
+        state = receiver._serving
+        await state.pause("keep")
+        scripted.paths()
+        scripted.failing[call] = 3
+        await receiver._receiver._rank._switch.resume(3)
+        await until(lambda: resumed(scripted) and state._state.paused is None, "it serves again")
+        assert scripted.version == "3"
+        assert not state.hold.held
+
+
+async def test_what_is_wanted_next_ends_the_asking(scripted) -> None:
+    async with stand_in(scripted) as receiver:
+        state = receiver._serving
+        await state.pause("keep")
+        scripted.failing["continue_generation"] = 10**9
+        asking = asyncio.create_task(state.resume(3))
+        await until(lambda: scripted.failing["continue_generation"] < 10**9 - 2, "it is asked again and again")
+        await state.fence("a test")
+        await asking
+        scripted.failing.clear()
+        assert scripted.version == "syncline-unfinished" and state._state.paused is not None
+        scripted.paths()
+        await asyncio.sleep(0.05)
+        assert "continue_generation" not in scripted.paths()
+
+
+async def test_another_ones_weights_are_not_resumed(scripted) -> None:
+    async with stand_in(scripted) as receiver:
+        state = receiver._serving
+        await state.pause("keep")
+        scripted.answers["model_info"] = (200, {"weight_version": "another"})
+        scripted.paths()
+        await state.resume(3)  # ends
+        assert "continue_generation" not in scripted.paths()
+        assert not state.hold.held
+
+
+@pytest.mark.parametrize("how", ["refused", "cancelled"])
+async def test_a_server_that_cannot_be_taken_over_goes_on(scripted, how: str) -> None:
+    """It was paused to drop what may be cached, and that fails, or the source goes away meanwhile."""
+    receiver = stand_in(scripted)
+    if how == "refused":
+        scripted.answers["flush_cache"] = (400, {"message": "no"})
+        with pytest.raises(LoaderError):
+            await receiver.start()
+    else:
+        scripted.stuck["flush_cache"] = asyncio.Event()
+        starting = asyncio.create_task(receiver.start())
+        await scripted.stuck["flush_cache"].wait()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert resumed(scripted) and scripted.version == "3"
+    await receiver.close()
+
+
+async def test_memory_is_released_and_resumed_by_tag(scripted) -> None:
+    async with stand_in(scripted) as receiver:
+        assert (receiver.state, receiver.version) == ("COMMITTED", 3)
+        scripted.paths()
+        await receiver.release_memory(["kv_cache"])
+        assert scripted.calls[-1] == ("release_memory_occupation", {"tags": ["kv_cache"]})
+        assert [path for path in scripted.paths() if "pause" in path or "continue" in path] == ["pause_generation"]
+        with pytest.raises(ConfigError, match="released already"):
+            await receiver.release_memory(["kv_cache"])
+        with pytest.raises(ConfigError, match="'weights' is not released"):
+            await receiver.resume_memory(["weights"])
+        await receiver.resume_memory()
+        assert scripted.paths() == ["resume_memory_occupation", "continue_generation"]
+        assert receiver.state == "COMMITTED"
+
+        await receiver.release_memory(["weights", "kv_cache"])
+        assert (receiver.state, receiver.version) == ("FENCED", None)  # nothing is left to serve
+        assert scripted.version == "syncline-unfinished"
+        scripted.paths()
+        await receiver.resume_memory(["weights"])
+        await receiver.resume_memory(["kv_cache"])
+        assert scripted.paths() == ["resume_memory_occupation", "resume_memory_occupation"]  # it waits for a push
+
+
+async def test_resuming_nothing_asks_for_nothing(scripted) -> None:
+    """SGLang takes no tags for all of them, and its scheduler dies of one that is not released."""
+    async with stand_in(scripted) as receiver:
+        scripted.paths()
+        await receiver.resume_memory()
+        await receiver.resume_memory([])
+        assert scripted.paths() == []
+        await receiver.release_memory(["kv_cache", "kv_cache"])
+        assert scripted.calls[-1] == ("release_memory_occupation", {"tags": ["kv_cache"]})
+        both = [receiver.resume_memory(["kv_cache"]) for _ in range(2)]
+        found = await asyncio.gather(*both, return_exceptions=True)
+        assert [type(each) for each in found] == [type(None), ConfigError]
+        assert scripted.paths().count("resume_memory_occupation") == 1
+
+
+@pytest.mark.parametrize("call", ["pause_generation", "flush_cache", "release_memory_occupation"])
+async def test_memory_that_is_not_released_is_served_from(scripted, call: str) -> None:
+    async with stand_in(scripted) as receiver:
+        scripted.paths()
+        scripted.failing[call] = 2 if call == "flush_cache" else 1
+        with pytest.raises(LoaderError):
+            await receiver.release_memory(["kv_cache"])
+        assert resumed(scripted) and receiver.state == "COMMITTED"
+        assert not receiver._hold.held
+        await receiver.release_memory(["kv_cache"])
+        await receiver.resume_memory()
+        assert resumed(scripted)
+
+
+@pytest.mark.parametrize("how", ["failing", "broken"])
+async def test_weights_that_may_be_gone_are_none(scripted, how: str) -> None:
+    """They are marked before they go, so that whoever comes next does not serve what was there."""
+    async with stand_in(scripted) as receiver:
+        if how == "failing":
+            scripted.failing["release_memory_occupation"] = 1
+        else:
+            scripted.broken.add("release_memory_occupation")
+        with pytest.raises(LoaderError if how == "failing" else TargetUnreachable):
+            await receiver.release_memory(["weights"])
+        assert receiver.state == "FENCED" and scripted.version == "syncline-unfinished"
+        assert scripted.saw["release_memory_occupation"] == "syncline-unfinished"
+        assert receiver._released == (set() if how == "failing" else {"weights"})
+        scripted.broken.clear()
+        await receiver.attach()
+        await receiver.resume_memory()
+        assert not resumed(scripted) and receiver.state == "FENCED"
+
+
+async def test_a_server_that_was_started_anew_has_released_nothing(scripted) -> None:
+    async with stand_in(scripted) as receiver:
+        await receiver.release_memory(["kv_cache"])
+        info = scripted.answers["server_info"][1]
+        scripted.answers["server_info"] = (200, {**info, "startup_time": {"process": 7}})
+        scripted.answers["model_info"] = (200, {"weight_version": "4"})
+        await receiver.attach()
+        assert (receiver.state, receiver.version) == ("COMMITTED", 4)
+        with pytest.raises(ConfigError, match="'kv_cache' is not released"):
+            await receiver.resume_memory(["kv_cache"])
