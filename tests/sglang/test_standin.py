@@ -61,6 +61,18 @@ async def test_it_is_asked_to_resume_until_it_has(scripted, call: str, waits: bo
         assert not state.hold.held
 
 
+async def test_it_is_resumed_before_all_is_closed(scripted, monkeypatch) -> None:
+    monkeypatch.setattr(switch, "_ENGINE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(serving, "_AGAIN_S", 0.1)
+    async with stand_in(scripted) as receiver:
+        await receiver._serving.pause("keep")
+        scripted.paths()
+        scripted.failing["continue_generation"] = 2
+        await receiver._receiver._rank._switch.resume(3)
+        assert not resumed(scripted)
+    assert resumed(scripted) and scripted.version == "3"
+
+
 async def test_what_is_wanted_next_ends_the_asking(scripted) -> None:
     async with stand_in(scripted) as receiver:
         state = receiver._serving

@@ -196,10 +196,12 @@ class SGLangServing:
         task.add_done_callback(self._wishes.discard)
         await asyncio.shield(task)
 
-    async def close(self) -> None:
-        """Ask for nothing any more. The server stays paused, or not, as it is."""
-        self._wish = object()
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Ask for nothing any more, but for ``patience_s`` seconds. The server stays paused, or not, as it is then."""
         wishes = set(self._wishes)
+        if wishes:
+            await asyncio.wait(wishes, timeout=patience_s)
+        self._wish = object()
         for task in wishes:
             task.cancel()
         if wishes:

@@ -51,6 +51,7 @@ _LOOK_AGAIN_S = 0.2
 _OTHERS_S = 5.0
 """So long another one's update is waited for at the start."""
 _GIVE_BACK_S = 10.0
+_LAST_S = 2.0
 _UNKNOWN = "unknown"
 """Digest of a version that somebody else has committed: nothing that is pushed under it counts as the same."""
 
@@ -254,7 +255,7 @@ class SGLangReceiver:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        await self._detach()
+        await self._detach(_LAST_S)
         if self._hold is not None:
             self._hold.release()
         await self.front.close()
@@ -362,13 +363,13 @@ class SGLangReceiver:
         await self.front.end(self._state.info.dialect, if_open=True)
         await serving.drop_cache()
 
-    async def _detach(self) -> None:
+    async def _detach(self, patience_s: float = 0.0) -> None:
         receiver, self._receiver = self._receiver, None
         way, self._way = self._way, None
         if receiver is not None:
             await receiver.close()
         if self._serving is not None:
-            await self._serving.close()
+            await self._serving.close(patience_s)
         if way is not None:
             await way.close()
 
