@@ -24,7 +24,7 @@ from syncline.adapters.engines.vllm.rendezvous import Rendezvous
 from syncline.adapters.engines.vllm.serving import LeaderServing
 from syncline.adapters.engines.vllm.versions import interfaces
 from syncline.engine import TransferConfig
-from syncline.engine.errors import ConfigError, ProtocolError, PushAborted, PushTimeout, TargetUnreachable
+from syncline.engine.errors import ConfigError, LoaderError, ProtocolError, PushAborted, PushTimeout, TargetUnreachable
 from syncline.engine.loader import Landed
 from syncline.scheduler.layout import Box, Tensor
 
@@ -67,6 +67,7 @@ class Recorder:
         self.main = MainThread()
         self.fail: dict[str, int] = {}
         self.why = "no"
+        self.paused: bool | None = None
         self._answers = {"version": {"version": release}, "get_world_size": {"world_size": world_size}}
         self._runner: web.AppRunner | None = None
 
@@ -94,6 +95,8 @@ class Recorder:
             self.main.updating = path.startswith("start")  # as the backend does it in the worker
         if path == "update_weights":
             await asyncio.to_thread(self.main.serve)
+        if path == "is_paused" and self.paused is not None:
+            return web.json_response({"is_paused": self.paused})
         return web.json_response(self._answers.get(path, {"success": True}))
 
     @property
@@ -160,6 +163,43 @@ async def test_a_push_as_the_endpoints_see_it(release, caching) -> None:
     ]
     assert recorder.body("start_weight_update") == body
     assert recorder.body("finish_weight_update") == ({"weight_version": "5"} if takes_version else {})
+
+
+@pytest.mark.parametrize(("in_flight", "caching"), [("keep", False), ("keep", True), ("drain", False)])
+async def test_a_pause_drops_what_old_encoders_computed(in_flight, caching) -> None:
+    recorder = Recorder("0.32.0")
+    async with recorder as url:
+        front = Front(url)
+        await front.discover()
+        serving = LeaderServing(front, recorder.main, prefix_caching=caching, media=True)
+        recorder.asked.clear()
+        await serving.pause(in_flight)
+        assert recorder.paths[0].endswith("&clear_cache=true")
+        recorder.paused = False  # somebody has resumed it: encoders computed with old weights again
+        await asyncio.to_thread(serving.open_session, 1)
+        assert [path for path in recorder.paths if path.startswith("pause")][1:] == ["pause?mode=keep&clear_cache=true"]
+        await serving.fence("over")
+        await serving.close()
+
+
+async def test_requests_that_cannot_be_kept_are_refused_before_anything_is_paused() -> None:
+    recorder = Recorder("0.32.0")
+    async with recorder as url:
+        front = Front(url)
+        await front.discover()
+        serving = LeaderServing(front, recorder.main, prefix_caching=True, media=True, no_keep="its cache is shared")
+        recorder.asked.clear()
+        with pytest.raises(LoaderError, match=r"in_flight 'keep'.*its cache is shared.*'drain' or 'abort'"):
+            await serving.pause("keep")
+        assert recorder.paths == []
+        await serving.pause("drain")
+        recorder.paused = False
+        await asyncio.to_thread(serving.open_session, 1)
+        assert [path for path in recorder.paths if path.startswith("pause")] == [
+            "pause?mode=wait&clear_cache=true", "pause?mode=abort&clear_cache=true",
+        ]  # fmt: skip
+        await serving.fence("over")
+        await serving.close()
 
 
 def test_a_whole_push_at_once() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from syncline.adapters.engines import VLLMTarget
 from syncline.adapters.trainers import ModuleSource
 from syncline.engine import TransferConfig, TransferEngine
-from syncline.engine.errors import NotServing
+from syncline.engine.errors import NotServing, VersionConflict
 
 PROMPT = [5, 6, 7]
 OPTIONS: dict[str, Any] = {
@@ -71,6 +71,18 @@ def with_llm(folder: Path) -> dict[str, Any]:
         saw["version"].append(llm.get_weight_version())
     engine.close_blocking()
     saw["after"] = generate() == expected(first, 16)
+
+    held.load_state_dict(second.state_dict())
+    following = TransferEngine(source=ModuleSource(held), targets=[VLLMTarget(llm)], config=TransferConfig())
+    following.connect_blocking()
+    saw["still"] = generate() == expected(first, 16)  # what was held is served
+    try:
+        saw["same_version"] = str(following.push_blocking(3))
+    except VersionConflict as error:
+        saw["same_version"] = str(error)
+    report = following.push_blocking(4)
+    saw["next"] = [report.ok, generate() == expected(second, 16), llm.get_weight_version()]
+    following.close_blocking()
     return saw
 
 

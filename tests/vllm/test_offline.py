@@ -39,6 +39,9 @@ def test_llm(tiny, environment) -> None:
     assert saw["same"] == [True, True, True]
     assert saw["version"] == ["1", "2", "3"]
     assert saw["after"] is True
+    assert saw["still"] is True
+    assert "digest" in saw["same_version"]  # other content under the version that the engine before has pushed
+    assert saw["next"] == [True, True, "4"]
 
 
 def test_async_llm(tiny, environment) -> None:

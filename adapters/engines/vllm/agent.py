@@ -34,6 +34,7 @@ from .versions import interfaces
 log = logging.getLogger("syncline.vllm")
 
 _CLOSE_S = 8.0
+_ASK_S = 2.5
 _LOOK_AGAIN_S = 0.02
 
 
@@ -44,11 +45,15 @@ class Place:
     Attributes:
         rank, world_size: over all workers: data parallel, pipeline and tensor parallel.
         prefix_caching: vLLM keeps keys and values for requests to come.
+        media: the model takes images and the like.
+        no_keep: why requests in flight cannot be kept over a push; empty: they can.
     """
 
     rank: int
     world_size: int
     prefix_caching: bool
+    media: bool = False
+    no_keep: str = ""
 
 
 class Agent:
@@ -61,6 +66,7 @@ class Agent:
         reload: vLLM's reload of this worker's model.
         main: its main thread.
         initial_version: of the weights that vLLM has loaded itself; None: they are random, and nothing is served.
+        initial_digest: of their content, where an agent before has learnt it.
     """
 
     def __init__(
@@ -72,10 +78,12 @@ class Agent:
         reload: Reload,
         main: MainThread,
         initial_version: int | None,
+        initial_digest: str = "",
     ) -> None:
         self.info = info
         self._place, self._wanted, self._reload, self._main = place, wanted, reload, main
         self._initial_version = initial_version
+        self._held: tuple[int | None, str] = (initial_version, initial_digest)
         self._secret = info.shared_secret()
         self._stop = asyncio.Event()
         self._receiver: Receiver | None = None
@@ -83,6 +91,7 @@ class Agent:
         self._announced: list[InitInfo] = []
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._living: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name=f"syncline-vllm-{place.rank}", daemon=True)
 
     @property
@@ -95,6 +104,12 @@ class Agent:
         """The version that is served; None: fenced."""
         receiver = self._receiver
         return self._initial_version if receiver is None else receiver.serving_version
+
+    @property
+    def digest(self) -> str:
+        """Of the content of `version`, once this has been closed; empty: unknown."""
+        version, digest = self._held
+        return digest if version is not None and version == self.version else ""
 
     def start(self) -> None:
         """Begin. What goes wrong later is said at the rendezvous."""
@@ -113,9 +128,11 @@ class Agent:
         """End the receiver, in bounded time. Weights stay as they are, served or not as before."""
         with self._lock:
             loop = self._loop
+            if loop is None:
+                self._stop.set()  # nobody waits for it yet, or any more
         if loop is not None:
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._stop.set)
+                loop.call_soon_threadsafe(self._end)
         if self._thread.is_alive():
             self._main.release(committed=False)
             self._thread.join(_CLOSE_S)
@@ -128,6 +145,8 @@ class Agent:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._live())
+        except asyncio.CancelledError:
+            pass  # closed before it had started
         except Exception as error:
             self._failure = str(error)
             log.exception("the receiver of rank %d ended", self._place.rank)
@@ -136,9 +155,16 @@ class Agent:
             with self._lock:
                 self._loop = None
 
+    def _end(self) -> None:
+        self._stop.set()
+        if self._receiver is None and self._living is not None:
+            self._living.cancel()  # it may look for its leader for long
+
     async def _live(self) -> None:
         with self._lock:
-            self._loop = asyncio.get_running_loop()
+            self._loop, self._living = asyncio.get_running_loop(), asyncio.current_task()
+        if self._stop.is_set():
+            return
         with _own_directory() as folder:
             receiver, serving = await self._make(folder)
             try:
@@ -148,6 +174,7 @@ class Agent:
                 self._receiver = receiver
                 self._say()
                 await self._stop.wait()
+                self._held = await _held(receiver)
             finally:
                 await receiver.close()
                 if isinstance(serving, LeaderServing):
@@ -157,7 +184,10 @@ class Agent:
         info, place = self.info, self._place
         if place.rank == 0:
             front = Front(info.url, known=interfaces(info.version))
-            serving: LeaderServing | MemberServing = LeaderServing(front, self._main, prefix_caching=place.prefix_caching)
+            no_keep = "" if info.idles else place.no_keep  # none is in flight that would have to be kept
+            serving: LeaderServing | MemberServing = LeaderServing(
+                front, self._main, prefix_caching=place.prefix_caching, media=place.media, no_keep=no_keep
+            )
         else:
             serving = MemberServing(self._main)
         opened = serving.open_session if isinstance(serving, LeaderServing) else None
@@ -168,6 +198,7 @@ class Agent:
             "secret": self._secret,
             "serving": serving,
             "initial_version": self._initial_version,
+            "initial_digest": self._held[1],
             **self._network(folder),
         }
         return Receiver(VLLMLoader(self._wanted, self._reload, self._main, opened), **options), serving
@@ -211,6 +242,15 @@ class Agent:
                 with contextlib.suppress(OSError, SynclineError):  # nobody waits there any more
                     address = receiver.address if receiver is not None else ""
                     Rendezvous(info.rendezvous).say(self._place.rank, address, self._failure)
+
+
+async def _held(receiver: Receiver) -> tuple[int | None, str]:
+    """The version committed last, and the digest of its content: without it other content under that version would pass."""
+    with contextlib.suppress(TimeoutError, SynclineError):
+        async with asyncio.timeout(_ASK_S):
+            status = await receiver.status()
+        return status.version, status.digest
+    return None, ""
 
 
 @contextlib.contextmanager

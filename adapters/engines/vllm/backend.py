@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import vllm
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from syncline.engine.errors import ConfigError, SynclineError
+from syncline.engine.errors import BusyError, ConfigError, SynclineError
 
 from ..checkpoint_manifest import CheckpointTensors, checkpoint_tensors
 from .agent import Agent, Place
@@ -29,6 +30,8 @@ from .rendezvous import Rendezvous
 from .versions import interfaces
 
 log = logging.getLogger("syncline.vllm")
+
+_PROBE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +93,10 @@ class SynclineWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc] 
     def _init(self, init_info: InitInfo) -> None:
         agent = self._agent
         if agent is not None and agent.alive:
-            if not agent.info.same_place(init_info):
-                raise ConfigError(
-                    ["receivers run here with another url, port or secret: POST /shutdown_weight_transfer_engine first"]
-                )
-            agent.announce(init_info)
-            return
+            if agent.info.same_place(init_info):
+                agent.announce(init_info)
+                return
+            _make_room(agent, init_info)
         if self._wanted is None:
             model_config = self._settings.model_config
             self._wanted = checkpoint_tensors(model_config.hf_config, dtype=model_config.dtype)
@@ -106,6 +107,7 @@ class SynclineWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc] 
             reload=_Late(self._reload),
             main=self._main,
             initial_version=self._version if agent is None else agent.version,
+            initial_digest="" if agent is None else agent.digest,
         )
         self._agent.start()
 
@@ -117,6 +119,8 @@ class SynclineWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc] 
             rank=replica * parallel.world_size + parallel.rank,
             world_size=replicas * parallel.world_size,
             prefix_caching=bool(self._settings.cache_config.enable_prefix_caching),
+            media=_takes_media(self._settings),
+            no_keep=_why_not_kept(self._settings),
         )
 
     def _reload(self) -> Bracket:
@@ -155,6 +159,63 @@ class SynclineWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc] 
         agent = self._agent
         if agent is not None:
             agent.close()
+
+
+def _takes_media(settings: Any) -> bool:
+    """Whether the model takes more than text (vLLM's ``is_multimodal_model``), and has not been told to leave that."""
+    media = getattr(settings.model_config, "multimodal_config", None)
+    return media is not None and not getattr(media, "language_model_only", False)
+
+
+def _why_not_kept(settings: Any) -> str:
+    """Why requests in flight of a multimodal model would not survive a push; empty if they would.
+
+    A pause that drops encoders' outputs preempts requests in flight and drops the preprocessed items, too (0.32). Requests run
+    their encoders again at the resume, from the items that they still hold. Not so in two cases, each of which ends the engine:
+    items in shared memory are given up there, and requests hold no more than where they were; and where the first model runner
+    has got a request whose images the prefix cache covered, it has got them without their content and is not sent it later.
+    A request that comes in at the very moment of the pause may be answered with an error that says to send it again.
+    """
+    if not _takes_media(settings):
+        return ""
+    if getattr(settings.model_config.multimodal_config, "mm_processor_cache_type", "lru") == "shm":
+        return "this vLLM keeps images in shared memory, which a push gives up; start it with --mm-processor-cache-type lru"
+    finds_covered = settings.cache_config.enable_prefix_caching or getattr(settings, "kv_transfer_config", None) is not None
+    if finds_covered and not getattr(settings, "use_v2_model_runner", False):
+        return (
+            "this vLLM's model runner lacks images that its prefix cache covered and cannot compute their requests anew; start "
+            "it with --no-enable-prefix-caching and no KV connector, or with VLLM_USE_V2_MODEL_RUNNER=1"
+        )
+    return ""
+
+
+def _make_room(agent: Agent, init_info: InitInfo) -> None:
+    """End receivers whose front is gone, for those of the object's next engine. What they hold is known after that.
+
+    Raises:
+        ConfigError: they belong to somebody else.
+        BusyError: they are in use, or do not end yet.
+    """
+    if not agent.info.next_front(init_info):
+        raise ConfigError(["receivers run here with another url, port or secret: POST /shutdown_weight_transfer_engine first"])
+    if _listens(agent.info.url):
+        raise BusyError("another TransferEngine is connected to this object: close() that one first, then connect again")
+    agent.close()
+    if agent.alive:
+        raise BusyError("the receivers of the engine before have not ended yet: connect again")
+
+
+def _listens(url: str) -> bool:
+    """Whether anybody listens at a ``unix:`` url. A file that was left behind does not count."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(url.removeprefix("unix:"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:  # it has no time for us
+            return True
+    return True
 
 
 class _Late:

@@ -24,6 +24,7 @@ class InitInfo:
         host: under which sources reach the leader, with ``control_port``.
         secret: shared secret; or ``secret_file``: a file of the workers' host that holds it.
         patience_s: the longest that a worker looks for its leader, in seconds.
+        idles: a pause there holds only once no request is in flight (an ``LLM``). Said by `offline`.
     """
 
     url: str
@@ -34,6 +35,7 @@ class InitInfo:
     secret: str = ""
     secret_file: str = ""
     patience_s: float = 60.0
+    idles: bool = False
 
     def shared_secret(self) -> str | None:
         """The secret, from wherever it is. Raises `ConfigError` if its file cannot be read."""
@@ -53,6 +55,10 @@ class InitInfo:
         return (self.url, self.version, self.control_port, self.host) == (
             other.url, other.version, other.control_port, other.host,
         ) and hmac.compare_digest(mine.encode(), others.encode())  # fmt: skip
+
+    def next_front(self, other: InitInfo) -> bool:
+        """Whether both are fronts of objects, and not the same one: every engine makes its own (see `offline`)."""
+        return self.url.startswith("unix:") and other.url.startswith("unix:") and self.url != other.url
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,11 +128,14 @@ class Offline:
             if body.get("weight_version") is not None:
                 await engine.name_version(body["weight_version"])
 
+        async def init(body: Mapping[str, Any]) -> None:
+            await engine.rpc("init_weight_transfer_engine", init_info={**body["init_info"], "idles": isinstance(engine, _Sync)})
+
         async def reset(*_: Any) -> dict[str, Any]:
             return {"success": await engine.reset_prefix_cache()}
 
         routes: dict[str, Callable[[Query, Mapping[str, Any]], Awaitable[Any]]] = {
-            "init_weight_transfer_engine": lambda _, b: engine.rpc("init_weight_transfer_engine", init_info=b["init_info"]),
+            "init_weight_transfer_engine": lambda _, b: init(b),
             "start_weight_update": lambda _, b: engine.rpc("start_weight_update", **b),
             "update_weights": lambda _, b: engine.rpc("update_weights", update_info=b["update_info"]),
             "finish_weight_update": lambda _, b: finish(b),
@@ -180,6 +183,66 @@ class _Async:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._its_loop))
 
 
+class _Guard:
+    """Stands before an ``LLM``'s ``add_request``: one for each object, whoever of this process pushes into it.
+
+    It outlives its users while the object is fenced: the next one finds it there, and lifts it.
+    """
+
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._add_request = engine, engine.add_request
+        self.users: set[object] = set()
+        self._changing = threading.Lock()
+        self._fenced = False
+        self._inside = 0
+        engine.add_request = self._guarded
+
+    @classmethod
+    def enter(cls, engine: Any, user: object) -> _Guard:
+        """The object's guard, which stays at least until its user leaves."""
+        with cls._one_at_a_time:
+            there = getattr(engine.add_request, "__self__", None)
+            guard = there if isinstance(there, cls) else cls(engine)
+            guard.users.add(user)
+            return guard
+
+    def leave(self, user: object) -> None:
+        """May be called again."""
+        with self._one_at_a_time:
+            self.users.discard(user)
+            if not self.users and not self._fenced and self._engine.add_request == self._guarded:
+                self._engine.add_request = self._add_request
+
+    def fence(self) -> bool:
+        """Refuse requests from now on. Returns whether they were refused already."""
+        with self._changing:
+            was, self._fenced = self._fenced, True
+            return was
+
+    def lift(self) -> None:
+        with self._changing:
+            self._fenced = False
+
+    def busy(self) -> bool:
+        """Requests are unfinished, or about to be: vLLM counts one at the end of ``add_request``, so that is asked last."""
+        with self._changing:
+            inside = self._inside
+        return inside > 0 or bool(self._engine.has_unfinished_requests())
+
+    def _guarded(self, *arguments: Any, **named: Any) -> Any:
+        with self._changing:
+            if self._fenced:
+                raise NotServing("this LLM is fenced, or a push is under way: it serves again once a whole push has committed")
+            self._inside += 1
+        try:
+            return self._add_request(*arguments, **named)
+        finally:
+            with self._changing:
+                self._inside -= 1
+
+
 class _Sync:
     """An ``LLM``: its calls block, one at a time, on a thread of their own."""
 
@@ -187,35 +250,37 @@ class _Sync:
         self._llm = llm
         self.config = _settings(llm)
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="syncline-llm-call")
-        self._fenced = False
-        self._add_request = llm.llm_engine.add_request
-        llm.llm_engine.add_request = self._guarded
-
-    def _guarded(self, *arguments: Any, **named: Any) -> Any:
-        if self._fenced:
-            raise NotServing("this LLM is fenced, or a push is under way: it serves again once a whole push has committed")
-        return self._add_request(*arguments, **named)
+        self._guard = _Guard.enter(llm.llm_engine, self)
 
     async def rpc(self, method: str, **arguments: Any) -> None:
         await self._call(lambda: self._llm.collective_rpc(method, kwargs=arguments))
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
-        self._fenced = True
-        if mode == "wait":
-            give_up = time.monotonic() + _DRAIN_S
-            while self._llm.llm_engine.has_unfinished_requests() and time.monotonic() < give_up:  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_AGAIN_S)
-        if self._llm.llm_engine.has_unfinished_requests():
-            self._fenced = False
+        was = self._guard.fence()
+        give_up = time.monotonic() + (_DRAIN_S if mode == "wait" else 0.0)
+        while (busy := self._guard.busy()) and time.monotonic() < give_up:  # noqa: ASYNC110 - another thread ends them
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        if busy:
+            if not was:
+                self._guard.lift()
             raise BusyError(
                 "this LLM has unfinished requests, and its owner is inside generate(): push between calls, or with "
                 "in_flight='drain', which waits for them"
             )
         if clear_cache:
             await self.reset_prefix_cache()
+            await self._call(self._drop_media)
+
+    def _drop_media(self) -> None:
+        """What encoders computed of images and the like; an ``AsyncLLM`` does that itself in its pause."""
+        if not getattr(self.config.model_config, "is_multimodal_model", False):
+            return
+        for owner, name in ((self._llm, "reset_mm_cache"), (self._llm.llm_engine, "reset_encoder_cache")):
+            if (drop := getattr(owner, name, None)) is not None:  # not in every release
+                drop()
 
     async def resume(self) -> None:
-        self._fenced = False
+        self._guard.lift()
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._call(self._llm.reset_prefix_cache))
@@ -224,8 +289,7 @@ class _Sync:
         await self._call(lambda: self._llm.llm_engine.set_weight_version(version))
 
     def close(self) -> None:
-        if not self._fenced:
-            self._llm.llm_engine.add_request = self._add_request
+        self._guard.leave(self)
         self._calls.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, call: Callable[[], Any]) -> Any:

@@ -66,11 +66,16 @@ class LeaderServing:
         prefix_caching: vLLM keeps keys and values for requests to come. They are dropped at every commit, and requests in
             flight are then computed anew from their tokens, since vLLM cannot tell the two apart. Without it, requests that
             are kept go on with the keys and values that they have.
+        media: the model takes images and the like. What its encoders computed is dropped at every commit. vLLM does that only
+            with everything else, so that requests that are kept are computed anew from their tokens and items.
+        no_keep: why this vLLM cannot keep such requests; empty: it can.
     """
 
-    def __init__(self, front: Front, main: MainThread, *, prefix_caching: bool) -> None:
+    def __init__(self, front: Front, main: MainThread, *, prefix_caching: bool, media: bool = False, no_keep: str = "") -> None:
         self._front, self._main = front, main
         self._prefix_caching = prefix_caching
+        self._clear_kept = prefix_caching or media
+        self._no_keep = no_keep
         self._update: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._named: int | None = None
@@ -81,11 +86,13 @@ class LeaderServing:
         self._wishes: set[asyncio.Task[None]] = set()
 
     async def pause(self, in_flight: InFlight) -> None:
+        if in_flight == "keep" and self._no_keep:
+            raise LoaderError(f"in_flight 'keep': {self._no_keep}; or push with 'drain' or 'abort'")
         self._loop = asyncio.get_running_loop()
         self._wish = object()
         self._main.expect()
-        # With `keep` and no prefix cache there is nothing that a later request could hit: what is kept is kept.
-        clear = self._prefix_caching or in_flight != "keep"
+        # With `keep`, no prefix cache and text alone there is nothing that a later request could hit: what is kept is kept.
+        clear = self._clear_kept or in_flight != "keep"
         async with self._one_at_a_time:
             if not self._main.paused:
                 self._leave_paused = bool(await self._front.is_paused())
@@ -126,7 +133,7 @@ class LeaderServing:
         await self._front.name_version(f"{UNFINISHED}@update")
         if await self._front.is_paused() is False:
             log.warning("vLLM at %s was resumed in the middle of a push; it is paused again", self._front.url)
-            await self._front.pause("keep", clear_cache=self._prefix_caching)
+            await self._front.pause("abort" if self._no_keep else "keep", clear_cache=self._clear_kept)
 
     async def resume(self, version: int) -> None:
         self._main.release(committed=True)
