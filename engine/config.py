@@ -69,7 +69,8 @@ class TransferConfig:
             target takes whole only, what would be cut too small, and what ``mapped`` landing needs in one piece; ``gather``
             and ``direct`` do one or the other wherever that is possible. The report says which went how.
         relay: ranks of a target that are on one host, which is not that of the rank that sends, pass buckets that several of
-            them keep on to each other: each crosses the network once. Over gloo and NCCL.
+            them keep on to each other: each crosses the network once. ``True``: over gloo; ``"nccl"``: over NCCL, too, which
+            needs devices that run all of a rank's messages side by side (more than one of `CUDA_DEVICE_MAX_CONNECTIONS`).
         wire_format: how weights are quantized that a target holds as FP8 and the trainer does not. ``auto`` reads it off the
             scales that the target declares beside them (blocks of 128 x 128, a scale a row, one for all); a format's name
             such as ``fp8_e4m3:128x128:pow2`` says what they don't tell; ``cast`` quantizes nothing.
@@ -95,7 +96,7 @@ class TransferConfig:
     target_timeout_s: float | None = None
     transport: Transport = "auto"
     route: Route = "auto"
-    relay: bool = True
+    relay: bool | Literal["nccl"] = True
     wire_format: str = "auto"
     modules_to_not_convert: Sequence[str] = ()
     in_flight: InFlight = "keep"
@@ -144,7 +145,9 @@ class TransferConfig:
                 "landing 'mapped' needs whole tensors in one rank's memory; route 'direct' has none (choose 'auto')"
             )
         self._check_formats(problems)
-        for name in ("verify", "relay", "trace"):
+        if not isinstance(self.relay, bool) and self.relay != "nccl":
+            problems.append(f"relay is {self.relay!r}; it must be True, False or 'nccl'")
+        for name in ("verify", "trace"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be True or False")
 

@@ -160,10 +160,15 @@ def plan_options(targets: Sequence[Sequence[Manifest]], config: TransferConfig, 
         wire_format=config.wire_format,
         modules_to_not_convert=tuple(config.modules_to_not_convert),
         stage_host=on_device(targets),
-        relays=relaying(kinds) if config.relay else frozenset(),
+        relays=relaying(config, kinds),
     )
 
 
-def relaying(kinds: Mapping[int, str]) -> frozenset[int]:
-    """Targets whose ranks can pass buckets on to each other."""
-    return frozenset(target for target, kind in kinds.items() if kind in TWO_SIDED)
+def relaying(config: TransferConfig, kinds: Mapping[int, str]) -> frozenset[int]:
+    """Targets whose ranks pass buckets on to each other.
+
+    Over NCCL only if that is asked for by name: ranks that pass on for several owners post receives ahead of what they pass on,
+    and on a device that cannot run all of that at once two of them would wait for each other (`tests/stages/test_issuing.py`).
+    """
+    relaying = {True: {"gloo"}, False: set(), "nccl": TWO_SIDED}[config.relay]
+    return frozenset(target for target, kind in kinds.items() if kind in relaying)

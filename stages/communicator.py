@@ -67,13 +67,14 @@ class _Operation(NamedTuple):
     sends: bool
     tensors: Sequence[torch.Tensor]
     peer: int
+    member: str
     tag: int
     until: float
     signal: Signal[None]
 
     def __str__(self) -> str:
         way = "send to" if self.sends else "receive from"
-        return f"{way} rank {self.peer} (tag {self.tag}, {sum(tensor.numel() for tensor in self.tensors)} bytes)"
+        return f"{way} {self.member} (tag {self.tag}, {sum(tensor.numel() for tensor in self.tensors)} bytes)"
 
 
 class Communicator:
@@ -84,9 +85,10 @@ class Communicator:
         usable: False after the first error or `close`.
     """
 
-    def __init__(self, group: Any, rendezvous: Rendezvous, rank: int, size: int) -> None:
+    def __init__(self, group: Any, rendezvous: Rendezvous, rank: int, size: int, members: Sequence[str] = ()) -> None:
         self.rank = rank
         self.size = size
+        self._members = members or [f"rank {member}" for member in range(size)]
         self._group: Any = group
         self._rendezvous: Rendezvous | None = rendezvous  # a store must outlive the groups made through it
         self._until = float("inf")
@@ -104,9 +106,12 @@ class Communicator:
 
     @classmethod
     async def create(
-        cls, rendezvous: Rendezvous, *, name: str, rank: int, size: int, bind_host: str, timeout_s: float
-    ) -> Communicator:
+        cls, rendezvous: Rendezvous, *, name: str, rank: int, size: int, bind_host: str, timeout_s: float,
+        members: Sequence[str] = (),
+    ) -> Communicator:  # fmt: skip
         """Meet the other members under ``name``. All members call it; it returns when all connections stand.
+
+        ``members``: what errors call them; by default ranks by their number.
 
         Raises `TransportError` if they have not met within ``timeout_s`` seconds. Cancelled, it waits for nobody any more.
         """
@@ -129,7 +134,7 @@ class Communicator:
             for client in joined:
                 client.interrupt()
             raise
-        return cls(group, mine, rank, size)
+        return cls(group, mine, rank, size, members)
 
     @property
     def usable(self) -> bool:
@@ -183,7 +188,7 @@ class Communicator:
         if not self.usable:
             signal.fail(TransportError("the communicator is closed, or an operation on it has failed; connect again"))
         else:
-            operation = _Operation(sends, tensors, peer, tag, self._until, signal)
+            operation = _Operation(sends, tensors, peer, self._members[peer], tag, self._until, signal)
             self._under_way[id(operation)] = operation
             self._to_post.put(operation)
         return signal

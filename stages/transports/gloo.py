@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from syncline.scheduler.programs import SourceProgram, TargetProgram
@@ -23,10 +25,11 @@ class GlooNetwork:
         self._bind_host = bind_host
 
     async def meet(
-        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, size: int, timeout_s: float, one_way: bool
-    ) -> Communicator:
+        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, members: Sequence[str], timeout_s: float,
+        one_way: bool,
+    ) -> Communicator:  # fmt: skip
         return await Communicator.create(
-            rendezvous, name=name, rank=rank, size=size, bind_host=self._bind_host, timeout_s=timeout_s
+            rendezvous, name=name, rank=rank, size=len(members), bind_host=self._bind_host, timeout_s=timeout_s, members=members
         )
 
 

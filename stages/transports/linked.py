@@ -52,13 +52,16 @@ class Network(Protocol):
     device: torch.device
 
     async def meet(
-        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, size: int, timeout_s: float, one_way: bool
-    ) -> Linked:
+        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, members: Sequence[str], timeout_s: float,
+        one_way: bool,
+    ) -> Linked:  # fmt: skip
         """Meet the other members.
 
         Args:
             name: what they meet under.
             label: what it is for, on this rank.
+            rank: place among the members.
+            members: what they are called, for errors.
             one_way: rank 0 sends to the others, and nothing else is ever sent.
         """
         ...

@@ -38,10 +38,11 @@ class NcclNetwork:
         self._issuer = issuer
 
     async def meet(
-        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, size: int, timeout_s: float, one_way: bool
-    ) -> NcclCommunicator:
+        self, rendezvous: Rendezvous, *, name: str, label: str, rank: int, members: Sequence[str], timeout_s: float,
+        one_way: bool,
+    ) -> NcclCommunicator:  # fmt: skip
         return await NcclCommunicator.create(
-            rendezvous, issuer=self._issuer, name=name, label=label, rank=rank, size=size, timeout_s=timeout_s,
+            rendezvous, issuer=self._issuer, name=name, label=label, rank=rank, size=len(members), timeout_s=timeout_s,
             device=self.device, one_way=one_way,
         )  # fmt: skip
 

@@ -186,7 +186,7 @@ class TwoSidedSender:
                 name=link.name,
                 label=f"target-{target}",
                 rank=0,
-                size=1 + len(link.ranks),
+                members=["this rank", *(f"rank {member} of target {target}" for member in link.ranks)],
                 timeout_s=timeout_s,
                 one_way=True,
             )

@@ -221,14 +221,14 @@ class TwoSidedHalf:
             meeting.create_task(self._meet_relays(rank, offer, meet))
         self._communicators[rank] = await meet(
             name=offer.name, label=f"source-{rank} to {me.rank} of {offer.name}", rank=1 + offer.members.index(me.rank),
-            size=1 + len(offer.members), one_way=True,
+            members=[f"source rank {rank}", *(f"rank {member}" for member in offer.members)], one_way=True,
         )  # fmt: skip
 
     async def _meet_relays(self, owner: int, offer: TwoSidedOffer, meet: Callable[..., Awaitable[Linked]]) -> None:
         me = self._program.receiver.rank
         communicator = await meet(
             name=f"{offer.name}-relay", label=f"source-{owner} by way of {me} of {offer.name}",
-            rank=offer.relays.index(me), size=len(offer.relays), one_way=False,
+            rank=offer.relays.index(me), members=[f"rank {member}" for member in offer.relays], one_way=False,
         )  # fmt: skip
         self._relays[owner] = Relay(communicator, offer.relays)
 
@@ -301,7 +301,7 @@ class TwoSidedHalf:
     def _received(self, task: TargetTask, memory: torch.Tensor, received: Signal[None]) -> None:
         self._posted -= 1
         if received.error is not None:
-            self._fail(TransportError(f"task {task.index}: {received.error}"))
+            self._broke(TransportError(f"task {task.index}: {received.error}"))
         elif self._error is None:
             if task.onward:
                 self._pass_on(task, memory)
@@ -322,7 +322,7 @@ class TwoSidedHalf:
         if buffer is not None:
             self._free.append(buffer)
         if sent.error is not None:
-            self._fail(TransportError(f"task {task.index}, passed on to ranks {list(task.onward)}: {sent.error}"))
+            self._broke(TransportError(f"task {task.index}, passed on to ranks {list(task.onward)}: {sent.error}"))
         self._post()
 
     def _arrival(self, task: int) -> Signal[torch.Tensor]:
@@ -332,6 +332,13 @@ class TwoSidedHalf:
             if self._error is not None:
                 signal.fail(self._error)
         return signal
+
+    def _broke(self, error: TransportError) -> None:
+        """A message was lost: the links go, so that those at their other ends know at once. Nobody else would tell them."""
+        first = self._error is None
+        self._fail(error)
+        if first:
+            self._abort()
 
     def _fail(self, error: TransportError) -> None:
         """Nothing more arrives in this push. What has arrived is there to be taken."""

@@ -164,6 +164,21 @@ def test_no_order_of_a_plan_lets_ranks_wait_for_each_other(transfer):
     assert runs_through(world_of(transfer))
 
 
+def test_ranks_that_pass_on_for_several_owners_may_wait_for_each_other():
+    """Why buckets are not passed on over NCCL unless that is asked for: receives are posted ahead of what is passed on.
+
+    Of owner ``x``, ``b`` passes bucket 5 on to ``a``; of ``y``, ``a`` passes bucket 6 on to ``b``.
+    """
+    ahead = {
+        "x": [[("b", (5, "b"))]], "y": [[("a", (6, "a"))]],
+        "a": [[("b", (5, "a"))], [("y", (6, "a"))], [("b", (6, "b"))]],
+        "b": [[("x", (5, "b"))], [("a", (6, "b"))], [("a", (5, "a"))]],
+    }  # fmt: skip
+    assert not runs_through(ahead)
+    ahead["b"][1:] = ahead["b"][:0:-1]
+    assert runs_through(ahead)
+
+
 def test_another_order_on_one_rank_would_do_that():
     """The property above can fail."""
     tasks = [(0, 0, [1], (ReceiverId(0, 0),)), (1, 1, [0], (ReceiverId(0, 0),))]

@@ -117,6 +117,31 @@ async def test_a_rank_that_passes_nothing_on_ends_the_push_and_the_next_one_work
     check(one, 2)
 
 
+@each_transport
+async def test_a_relay_that_breaks_is_known_at_the_source_before_any_deadline(world, transport, landing):
+    """Both its ends live, and the links with the source are whole: those go with it."""
+    one = await world(seed=8, transport=transport, landing=landing, targets=[3], shapes=WHOLE * 4, apart=True)
+    (source,) = one.sources
+    source.fill(1)
+    for target in one.targets.values():
+        await target.half.begin("a", timeout_s=300)
+    first = next(iter(one.targets.values()))
+    _ = first.half._relays[0].communicator.abort()
+    pushing = asyncio.create_task(source.push("a", timeout_s=300))
+    receiving = [asyncio.create_task(target.receive()) for target in one.targets.values()]
+    await asyncio.wait([pushing, *receiving], timeout=30)
+    assert all(task.done() for task in (pushing, *receiving))
+    assert set(source.lost) == set(one.targets)
+    for text in source.lost.values():  # by its own name, not by its place in a communicator
+        assert "send to" not in text or any(f"send to rank {rank} of target 0" in text for rank in range(3))
+    for target in one.targets.values():
+        await target.abandon()
+    await source.end([])
+    await one.connect()
+    await one.push(2)
+    check(one, 2)
+
+
 async def test_an_offer_without_the_ranks_that_pass_on_is_refused(world):
     one = await world(connect=False, seed=9, transport="gloo", landing="staged", targets=[2], shapes=WHOLE, apart=True)
     source, targets = one.sources[0], list(one.targets)
