@@ -61,7 +61,7 @@ class SGLangServing:
     server is held; what is not held is another one's, and left alone.
 
     What has to be so (resumed, or fenced) is asked for until the server has done it, another one has changed it, something else
-    is wanted or `close` is called, however long the receiver waits for it.
+    is wanted or `close` is called. Whoever wants it waits for the first try only: a dead server holds up nobody.
     """
 
     def __init__(self, front: SGLangFront, state: ServerState, hold: Hold) -> None:
@@ -175,6 +175,7 @@ class SGLangServing:
 
     async def _insist(self, what: str, act: Callable[[], Awaitable[None]]) -> None:
         wish = self._wish = object()
+        tried = asyncio.Event()
 
         async def insist() -> None:
             while self._wish is wish:
@@ -189,12 +190,16 @@ class SGLangServing:
                     return
                 except SynclineError as error:
                     log.warning("SGLang at %s did not %s: %s; trying again", self._front.url, what, error)
+                tried.set()
                 await asyncio.sleep(_AGAIN_S)
 
         task = asyncio.create_task(insist(), name=f"syncline-sglang-{what}")
         self._wishes.add(task)
         task.add_done_callback(self._wishes.discard)
-        await asyncio.shield(task)
+        task.add_done_callback(lambda _: tried.set())
+        await tried.wait()
+        if task.done() and not task.cancelled():
+            task.result()  # a bug of ours is no refusal
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Ask for nothing any more, but for ``patience_s`` seconds. The server stays paused, or not, as it is then."""

@@ -313,7 +313,7 @@ class SGLangReceiver:
             await self._receive(info, hold, layout, said, version)
         except BaseException:
             await self._give_back(serving, version)
-            await serving.close()
+            await serving.close(_LAST_S)
             raise
 
     async def _give_back(self, serving: SGLangServing, version: int | None) -> None:
