@@ -170,5 +170,5 @@ def relaying(config: TransferConfig, kinds: Mapping[int, str]) -> frozenset[int]
     Over NCCL only if that is asked for by name: ranks that pass on for several owners post receives ahead of what they pass on,
     and on a device that cannot run all of that at once two of them would wait for each other (`tests/stages/test_issuing.py`).
     """
-    relaying = {True: {"gloo"}, False: set(), "nccl": TWO_SIDED}[config.relay]
-    return frozenset(target for target, kind in kinds.items() if kind in relaying)
+    chosen = {True: {"gloo"}, False: set(), "nccl": TWO_SIDED}[config.relay]
+    return frozenset(target for target, kind in kinds.items() if kind in chosen)
