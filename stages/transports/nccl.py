@@ -1,9 +1,9 @@
 """NCCL, device memory to device memory, within a host and between hosts. See `two_sided` for how it works.
 
 Between two ranks NCCL moves messages in the order in which both sides issue them. The source issues buckets in the plan's
-order (`plan_order`, told to the `Issuer` when a push begins); receivers take them, and pass on what each source sent, in that order. All
-communicators of a device share one issuer: a gather among source ranks and sends to several targets never overtake each other
-differently on different ranks.
+order (`plan_order`, told to the `Issuer` when a push begins); receivers take what each source sent, and pass it on, in that
+order. All communicators of a device share one issuer: a gather among source ranks and sends to several targets never overtake
+each other differently on different ranks.
 """
 
 from __future__ import annotations
