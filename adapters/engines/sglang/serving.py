@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from syncline.engine.errors import BusyError, LoaderError, SynclineError, TargetLost
+from syncline.engine.errors import BusyError, LoaderError, TargetLost
 from syncline.engine.messages import InFlight
 
+from ..reconciler import Reconciler
 from ..unfinished import UNFINISHED
 from .front import MemoryTag, PauseMode, ServerInfo, SGLangFront
 from .hold import Hold
@@ -19,7 +19,6 @@ __all__ = ["UNFINISHED", "SGLangServing", "ServerState"]
 log = logging.getLogger("syncline.engine")
 
 _ABORTED_S = 5.0
-_AGAIN_S = 0.5
 
 
 class _NotOurs(LoaderError):
@@ -60,15 +59,13 @@ class SGLangServing:
     Requests that come to a paused server wait until it is resumed. From `pause` until `resume` or `fence` has been done the
     server is held; what is not held is another one's, and left alone.
 
-    What has to be so (resumed, or fenced) is asked for until the server has done it, another one has changed it, something else
-    is wanted or `close` is called. Whoever wants it waits for the first try only: a dead server holds up nobody.
+    What has to be so (resumed, or fenced) is attempted until the server has done it, another one has changed it, something else
+    is wanted or `close` is called (see `Reconciler`). Only the first attempt is waited for.
     """
 
     def __init__(self, front: SGLangFront, state: ServerState, hold: Hold) -> None:
         self._front, self._state, self.hold = front, state, hold
-        self._one_at_a_time = asyncio.Lock()
-        self._wish = object()
-        self._wishes: set[asyncio.Task[None]] = set()
+        self._reconciler = Reconciler(f"SGLang at {front.url}", log)
 
     async def pause(self, in_flight: InFlight) -> None:
         """Take the server; no forward pass runs and none will start.
@@ -77,8 +74,8 @@ class SGLangServing:
             BusyError: another stand-in is changing it.
             TargetLost: it is not as it was left: another stand-in has changed it.
         """
-        self._wish = object()
-        async with self._one_at_a_time:
+        self._reconciler.supersede()
+        async with self._reconciler.turn:
             self.expect(await self.hold.take())
             await self._halt(in_flight)
             mark = self.hold.mark()
@@ -103,8 +100,8 @@ class SGLangServing:
 
     async def halt(self, in_flight: InFlight) -> None:
         """Pause the server that is held, and do not say so at the server."""
-        self._wish = object()
-        async with self._one_at_a_time:
+        self._reconciler.supersede()
+        async with self._reconciler.turn:
             await self._halt(in_flight)
 
     async def _halt(self, in_flight: InFlight) -> None:
@@ -135,7 +132,7 @@ class SGLangServing:
         if not self.hold.held:
             log.warning("SGLang at %s is not resumed: another source holds it", self._front.url)
             return
-        await self._insist("resume", self._resume)
+        await self._reach("resume", self._resume)
 
     async def _resume(self) -> None:
         await self._unmark(await self.hold.take())
@@ -157,7 +154,7 @@ class SGLangServing:
     async def fence(self, reason: str) -> None:
         """Pause if that has not been done; requests that are being answered end with SGLang's own error."""
         log.info("SGLang at %s is fenced: %s", self._front.url, reason)
-        await self._insist("pause", self._fence)
+        await self._reach("pause", self._fence)
 
     async def _fence(self) -> None:
         # Where it is marked and does not answer, whoever comes next pushes all of it: it is not held until it does.
@@ -173,44 +170,19 @@ class SGLangServing:
         finally:
             self._let_go()
 
-    async def _insist(self, what: str, act: Callable[[], Awaitable[None]]) -> None:
-        wish = self._wish = object()
-        tried = asyncio.Event()
+    async def _reach(self, state: str, act: Callable[[], Awaitable[None]]) -> None:
+        async def unless_anothers() -> None:
+            try:
+                await act()
+            except (BusyError, _NotOurs) as error:
+                log.warning("SGLang at %s is left as it is and did not %s: %s", self._front.url, state, error)
+                self._let_go()
 
-        async def insist() -> None:
-            while self._wish is wish:
-                try:
-                    async with self._one_at_a_time:
-                        if self._wish is wish:
-                            await act()
-                    return
-                except (BusyError, _NotOurs) as error:
-                    log.warning("SGLang at %s did not %s: %s", self._front.url, what, error)
-                    self._let_go()
-                    return
-                except SynclineError as error:
-                    log.warning("SGLang at %s did not %s: %s; trying again", self._front.url, what, error)
-                tried.set()
-                await asyncio.sleep(_AGAIN_S)
-
-        task = asyncio.create_task(insist(), name=f"syncline-sglang-{what}")
-        self._wishes.add(task)
-        task.add_done_callback(self._wishes.discard)
-        task.add_done_callback(lambda _: tried.set())
-        await tried.wait()
-        if task.done() and not task.cancelled():
-            task.result()  # a bug of ours is no refusal
+        await self._reconciler.reach(state, unless_anothers, wait=False)
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Ask for nothing any more, but for ``patience_s`` seconds. The server stays paused, or not, as it is then."""
-        wishes = set(self._wishes)
-        if wishes:
-            await asyncio.wait(wishes, timeout=patience_s)
-        self._wish = object()
-        for task in wishes:
-            task.cancel()
-        if wishes:
-            await asyncio.wait(wishes)
+        await self._reconciler.close(patience_s)
 
     def _let_go(self) -> None:
         """Not while memory is released: nobody else knows of that."""

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 
 from syncline.engine.errors import LoaderError, SynclineError
 from syncline.engine.messages import InFlight
 
+from ..reconciler import Reconciler
 from ..unfinished import UNFINISHED
 from .front import Front, quietly
 from .main_thread import MainThread
@@ -34,7 +34,6 @@ log = logging.getLogger("syncline.vllm")
 _OPEN_S = 20.0
 _DRAIN_S = 3600.0
 """A drain lasts as long as the longest request; the push's own deadline ends it."""
-_AGAIN_S = 0.5
 
 
 class MemberServing:
@@ -57,8 +56,7 @@ class MemberServing:
 class LeaderServing:
     """Implements `Serving`, `Fencing` and `Flushing` on the leader rank.
 
-    What has to be so (resumed, or fenced) is asked for until vLLM has done it or something else is wanted, however long the
-    receiver waits for it.
+    Resumed or fenced, it is waited for until vLLM has done it or something else is wanted (see `Reconciler`).
 
     Args:
         front: vLLM's endpoints.
@@ -81,19 +79,17 @@ class LeaderServing:
         self._named: int | None = None
         self._flush = False
         self._leave_paused = False
-        self._one_at_a_time = asyncio.Lock()
-        self._wish = object()
-        self._wishes: set[asyncio.Task[None]] = set()
+        self._reconciler = Reconciler(f"vLLM at {front.url}", log)
 
     async def pause(self, in_flight: InFlight) -> None:
         if in_flight == "keep" and self._no_keep:
             raise LoaderError(f"in_flight 'keep': {self._no_keep}; or push with 'drain' or 'abort'")
         self._loop = asyncio.get_running_loop()
-        self._wish = object()
+        self._reconciler.supersede()
         self._main.expect()
         # With `keep`, no prefix cache and text alone there is nothing that a later request could hit: what is kept is kept.
         clear = self._clear_kept or in_flight != "keep"
-        async with self._one_at_a_time:
+        async with self._reconciler.turn:
             if not self._main.paused:
                 self._leave_paused = bool(await self._front.is_paused())
             self._main.paused = True
@@ -120,7 +116,7 @@ class LeaderServing:
             raise LoaderError(f"vLLM did not begin the update within {_OPEN_S:g} s") from None
 
     async def _open(self, version: int | None) -> None:
-        async with self._one_at_a_time:
+        async with self._reconciler.turn:
             if self._main.updating:  # something went wrong between a start and its finish
                 await self._front.finish(None)
             await self._mark()
@@ -137,13 +133,13 @@ class LeaderServing:
 
     async def resume(self, version: int) -> None:
         self._main.release(committed=True)
-        await self._insist("resume", lambda: self._resume(version))
+        await self._reconciler.reach("resume", lambda: self._resume(version))
 
     async def fence(self, reason: str) -> None:
         """Requests in flight are aborted; those that come wait until a push has committed."""
         self._main.release(committed=False)
         log.warning("vLLM at %s is fenced: %s", self._front.url, reason)
-        await self._insist("pause", self._fence)
+        await self._reconciler.reach("pause", self._fence)
 
     async def _resume(self, version: int) -> None:
         await self._end_update(version)
@@ -166,39 +162,19 @@ class LeaderServing:
         await self._front.pause("abort", clear_cache=True)
 
     async def _end_update(self, version: int | None) -> None:
-        update, self._update = self._update, None
-        if update is not None and (failed := await quietly(update)) is not None:
-            raise LoaderError(f"vLLM's update did not end well: {failed}")
+        if self._update is not None:
+            failed = await quietly(self._update)
+            self._update = None
+            if failed is not None:
+                raise LoaderError(f"vLLM's update did not end well: {failed}")
         if self._main.updating:
             await self._front.finish(version)
             self._named = version if version is not None and self._front.names_at_finish else self._named
 
-    async def _insist(self, what: str, act: Callable[[], Awaitable[None]]) -> None:
-        """Do it; if that fails, try again until it is done or something else is wanted. Goes on if the caller gives up."""
-        wish = self._wish = object()
-
-        async def insist() -> None:
-            while self._wish is wish:
-                try:
-                    async with self._one_at_a_time:
-                        if self._wish is wish:
-                            await act()
-                    return
-                except SynclineError:
-                    log.exception("vLLM at %s did not %s; trying again", self._front.url, what)
-                await asyncio.sleep(_AGAIN_S)
-
-        task = asyncio.create_task(insist(), name=f"syncline-vllm-{what}")
-        self._wishes.add(task)
-        task.add_done_callback(self._wishes.discard)
-        await asyncio.shield(task)
-
     async def close(self) -> None:
         """End what runs. vLLM stays paused, or not, as it is."""
-        self._wish = object()
-        running = {*self._wishes, *([self._update] if self._update is not None else [])}
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
+        await self._reconciler.close()
+        if self._update is not None:
+            self._update.cancel()
+            await quietly(self._update)
         await self._front.close()
