@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from syncline.scheduler.layout import Index
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Placement
 
 
 class HeldBox(NamedTuple):
@@ -57,10 +59,19 @@ def whole(shape: Sequence[int]) -> HeldBox:
     return HeldBox(zeros, tuple(shape), zeros)
 
 
+def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Importing DTensor takes as long as importing torch. Where nobody has done it, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)  # None, too, while another thread imports it
+    return kind is not None and isinstance(tensor, kind)
+
+
 def local_of(tensor: torch.Tensor) -> Local:
     """What this rank holds of a parameter, plain or DTensor. Raises `ValueError` for placements that have no boxes."""
-    if not isinstance(tensor, DTensor):
+    if not _is_dtensor(tensor):
         return Local(tuple(tensor.shape), tensor, (whole(tensor.shape),))
+    from torch.distributed.tensor import Replicate
+
     local: torch.Tensor = local_tensor(tensor)
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:  # this rank is not in the mesh
@@ -90,7 +101,7 @@ def _is_grid(ranks: torch.Tensor) -> bool:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor object that holds a DTensor's local elements; a plain tensor itself."""
-    if isinstance(tensor, DTensor):
+    if _is_dtensor(tensor):
         local: torch.Tensor = tensor._local_tensor  # noqa: SLF001 (to_local() makes a new autograd node each time)
         return local
     return tensor
@@ -103,7 +114,7 @@ def same_locals(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
     """The device mesh of a DTensor; None for a plain tensor."""
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return tensor.device_mesh if _is_dtensor(tensor) else None
 
 
 def mesh_ranks(tensor: torch.Tensor) -> frozenset[int]:
@@ -119,6 +130,9 @@ def held_boxes(
 
     Raises `ValueError` for a placement that does not place whole values, such as ``Partial``.
     """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     splits: list[list[_Split]] = [[] for _ in shape]
     for count, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, (_StridedShard, Shard)):
@@ -195,9 +209,11 @@ def reshard(model: nn.Module) -> list[str]:
     A root whose last forward pass had no backward pass stays gathered. ``FSDPModule.reshard()`` frees the gathered copy (the
     next forward or backward pass gathers again), but does nothing inside a forward pass, and must not run inside a backward.
     """
+    if (kind := getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)) is None:  # as for `_is_dtensor`
+        return []
     refused = []
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, kind):
             groups = _param_groups(module)
             if any(_busy(group) for group in groups):
                 refused.append(name or type(module).__name__)
