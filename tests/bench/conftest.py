@@ -85,10 +85,13 @@ async def _run(task: dict[str, Any]) -> str:
     return out.decode()
 
 
-@pytest.fixture
-def tracing():
+def _tracing() -> Iterator[Tracing]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Tracing(Path(folder))
+
+
+tracing = pytest.fixture(_tracing, name="tracing")
+module_tracing = pytest.fixture(_tracing, name="module_tracing", scope="module")
 
 
 class TraceProcessor:

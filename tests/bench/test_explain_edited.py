@@ -34,9 +34,18 @@ def explained(path: Path) -> str:
     return str(Explanation.of(trace))
 
 
+@pytest.fixture(scope="module")
+def recording(module_tracing) -> str:
+    """What one push wrote."""
+    return asyncio.run(module_tracing.push(ranks=2, targets=2, layers=4, route="gather")).path.read_text()
+
+
 @pytest.fixture
-def recorded(tracing) -> Path:
-    return asyncio.run(tracing.push(ranks=2, targets=2, layers=4, route="gather")).path
+def recorded(recording, tmp_path) -> Path:
+    """A file of it that a test may change."""
+    path = tmp_path / "trace.json"
+    path.write_text(recording)
+    return path
 
 
 def places(value: Any, here: tuple = ()) -> list[tuple]:

@@ -7,7 +7,9 @@ here are for a GPU (marked ``cuda``); `test_interpreter.py` runs all of them in 
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not INTERPRET and "kernels" in getattr(item, "fixturenames", ()):
             item.add_marker("cuda")
+
+
+@pytest.fixture(scope="session", autouse=INTERPRET)
+def language_patched_once() -> Iterator[None]:
+    """The interpreter patches Triton's language for a kernel, and again for each call of a device function: half of its time."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    call = interpreter.InterpretedFunction.__call__
+
+    def call_without(self: Any, *arguments: Any, **named: Any) -> Any:
+        languages = [module for name in ("tl", "core") if isinstance(module := self.fn.__globals__.get(name), ModuleType)]
+        if not languages or any(core.is_builtin(language.load) for language in languages):
+            return call(self, *arguments, **named)
+        return self.rewrite()(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call_without)
+        yield
 
 
 @pytest.fixture(scope="session")
