@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=INTERPRET)
 def language_patched_once() -> Iterator[None]:
-    """The interpreter patches Triton's language for a kernel, and again for each call of a device function: half of its time."""
+    """The interpreter patches Triton's language for each kernel, and for each call of a device function: half of its time."""
     from triton.language import core
     from triton.runtime import interpreter
 
