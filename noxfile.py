@@ -69,8 +69,8 @@ for requirement in map(Requirement, requires(sys.argv[1]) or ()):
 def _install_needs(session: nox.Session, distribution: str, *without: str, constraint: Path) -> None:
     """Install what an engine needs, but for what it asks for and runs without."""
     session.install("--constraint", str(constraint), "packaging")
-    needs = session.run("python", "-c", NEEDS, distribution, *without, silent=True)
-    session.install("--constraint", str(constraint), *str(needs).split())
+    needs = session.run_install("python", "-c", NEEDS, distribution, *without, silent=True)
+    session.install("--constraint", str(constraint), *str(needs or "").split())
 
 
 def _tree(session: nox.Session) -> Path:

@@ -14,9 +14,9 @@ from syncline.bench.measure.errors import BenchError
 from syncline.bench.measure.revisions import measure_revisions
 from syncline.bench.measure.rows import Row
 
-# A push of the changed revision holds everything up for 50 ms.
+# A push of the changed revision holds everything up for 400 ms: more than what other work on the machine does to one.
 SLOWER = "\n\nimport time as _time\n_push = TransferEngine.push\nasync def _late(self, version, **how):\n"
-SLOWER += "    _time.sleep(0.05)\n    return await _push(self, version, **how)\nTransferEngine.push = _late\n"
+SLOWER += "    _time.sleep(0.4)\n    return await _push(self, version, **how)\nTransferEngine.push = _late\n"
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_the_slower_revision_is_found(clone: Path, git: Callable[..., str], caps
     assert cli.main([*command, "--fail-on-regression"]) == 1
     said = capsys.readouterr()
     (found,) = [json.loads(text) for text in said.out.splitlines()]
-    assert found["verdict"] == "slower" and found["b_median"] - found["a_median"] > 0.04
+    assert found["verdict"] == "slower" and found["b_median"] - found["a_median"] > 0.3
     assert found["n_a"] >= 8 and found["n_b"] >= 8  # of two runs each
     assert [text for text in said.err.splitlines() if text.startswith("run ")] == [
         "run 1 of 4: main~1", "run 2 of 4: main", "run 3 of 4: main", "run 4 of 4: main~1",

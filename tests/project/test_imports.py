@@ -59,6 +59,16 @@ def test_importing_everything_without_extras(without_extras: Run, library: Seque
     }
 
 
+def test_what_takes_long_is_imported_by_those_who_use_it(python: Run) -> None:
+    """DTensor takes as long to import as torch does; who has none of it imports none of it."""
+    done = python(
+        "import torch, torch.distributed\nbefore = set(sys.modules)\n"
+        "import syncline.engine, syncline.adapters.engines, syncline.adapters.trainers, syncline.bench.measure.peer\n"
+        "print(sorted({'torch.distributed.tensor', 'torch.distributed.fsdp', 'transformers'} & (set(sys.modules) - before)))"
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_scheduler_does_without_torch(python: Run, library: Sequence[str]) -> None:
     names = [name for name in library if name.startswith("syncline.scheduler")]
     done = python(IMPORT_ALL, json.dumps(names), blocked=("torch",))
