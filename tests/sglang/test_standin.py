@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from syncline.adapters.engines.sglang import SGLangOptions, SGLangReceiver, serving
+from syncline.adapters.engines import reconciler
+from syncline.adapters.engines.sglang import SGLangOptions, SGLangReceiver
 from syncline.engine.errors import ConfigError, LoaderError, TargetUnreachable
 from syncline.scheduler.layout import Box, Buffer, BufferTable, Layout, Piece, PieceTable, Tensor, TensorTable
 
@@ -32,7 +33,7 @@ async def until(holds: Any, what: str) -> None:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(reconciler, "_AGAIN_S", 0.01)
 
 
 def resumed(server: Any) -> bool:
