@@ -79,7 +79,7 @@ def test_long_lengths_around_stripes_and_blocks(kernels) -> None:
     first=st.sampled_from([0, 5, 2**64 - 2]),
     offset=st.integers(0, 20),
 )
-@settings(max_examples=12, phases=QUICK)
+@settings(max_examples=8, phases=QUICK)
 def test_any_geometry(interpreted, *, blocks: int, block: int, leaf: int, first: int, offset: int) -> None:
     pieces = [(offset, one(blocks * block, uid=2**63 + 11, leaf=leaf, blocks=blocks, first=first))]
     content = memory(blocks * block + offset, interpreted.device, seed=block)

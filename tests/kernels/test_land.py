@@ -88,7 +88,7 @@ def check_copies(kernels, landings: list[Landed], bucket: torch.Tensor) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=12, phases=QUICK, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, phases=QUICK, suppress_health_check=[HealthCheck.too_slow])
 def test_anything_lands_anywhere(interpreted, data) -> None:
     landings, end = [], 0
     for number in range(data.draw(st.integers(1, 3))):
