@@ -249,7 +249,8 @@ class Wiring:
         self._on_lost = on_lost
         until = time.monotonic() + timeout_s
         if self._rig is not None:
-            await self._rig.source_written(timeout_s)
+            # Before everybody's deadline: another rank's, which says only that nothing moved, would be told for the reason.
+            await self._rig.source_written(timeout_s - min(1.0, timeout_s / 10))
         timeout_s = max(0.0, until - time.monotonic())
         receivers = [receiver for target in live if target not in self._dropped for receiver in self.receivers[target]]
         self._h2d.begin(attempt)
