@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -52,7 +53,8 @@ def mark(tmp_path: Path) -> Iterator[str]:
     text = f"SYNCLINE_TEST_ENDINGS={tmp_path}"
     yield text
     for pid in _marked(text):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGKILL)
 
 
 _STAGES = {"starting servers": ("server-0-1.log",), "starting trainers": ("trainer-0.log", "trainer-1.log")}
@@ -71,21 +73,24 @@ def test_demo_leaves_nothing(stage: str, number: signal.Signals, tmp_path: Path,
         demo = subprocess.Popen(
             command, stdout=said, stderr=said, text=True, env={**os.environ, "TMPDIR": str(folder), name: value}
         )
-    for log in _STAGES[stage]:
+    try:
+        for log in _STAGES[stage]:
 
-        def there(log: str = log) -> bool:
-            return any(folder.glob(f"syncline-demo-*/{log}"))
+            def there(log: str = log) -> bool:
+                return any(folder.glob(f"syncline-demo-*/{log}")) and len(_marked(mark)) > 1
 
-        _until(there, f"{log} of the demo", demo, tmp_path / "said")
-    assert len(_marked(mark)) > 1
-    demo.send_signal(number)
-    demo.wait(_PATIENCE_S)
-    _until(lambda: not _marked(mark), "end of all processes")
-    if number is signal.SIGKILL:
-        return
-    assert demo.returncode == 128 + number
-    assert not list(folder.glob("syncline-demo-*"))
-    assert (tmp_path / "said").read_text().endswith("syncline demo: stopped\n")
+            _until(there, f"{log} of the demo", demo, tmp_path / "said")
+        demo.send_signal(number)
+        demo.wait(_PATIENCE_S)
+        _until(lambda: not _marked(mark), "end of all processes")
+        if number is signal.SIGKILL:
+            return
+        assert demo.returncode == 128 + number, (tmp_path / "said").read_text()
+        assert not list(folder.glob("syncline-demo-*"))
+        assert (tmp_path / "said").read_text().endswith("syncline demo: stopped\n")
+    finally:
+        demo.kill()
+        demo.wait()
 
 
 @linux

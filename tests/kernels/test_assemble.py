@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from syncline.scheduler.formats import Fp8Format, parse_format
 from syncline.scheduler.programs import Leaves
@@ -134,7 +134,7 @@ def test_casts(kernels, source: torch.dtype, to: torch.dtype) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=12, phases=QUICK, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, phases=QUICK)
 def test_any_pieces_of_any_parts(interpreted, data) -> None:
     """Tensors cut into a grid of pieces, each held with other strides, some of them in memory that is given at the run."""
     layout = Layout()

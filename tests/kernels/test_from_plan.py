@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from syncline.scheduler.errors import PlanError
 from syncline.scheduler.layout import Box
@@ -76,7 +76,7 @@ class World:
 
 
 @given(data=st.data())
-@settings(max_examples=15, phases=QUICK, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, phases=QUICK)
 def test_a_task_is_assembled_as_on_the_cpu(data) -> None:
     world = World(data)
     task, expected = world.task(), aligned(world.nbytes)

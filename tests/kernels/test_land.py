@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from syncline.scheduler.programs import Leaves
 from syncline.stages.digest import digest_view
@@ -88,7 +88,7 @@ def check_copies(kernels, landings: list[Landed], bucket: torch.Tensor) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=8, phases=QUICK, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, phases=QUICK)
 def test_anything_lands_anywhere(interpreted, data) -> None:
     landings, end = [], 0
     for number in range(data.draw(st.integers(1, 3))):

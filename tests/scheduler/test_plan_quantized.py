@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from syncline.scheduler.errors import PlanError
 from syncline.scheduler.formats import parse_format
@@ -137,7 +137,7 @@ SHAPES_OF = {}
 
 
 @given(worlds())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None)
 def test_parts_end_where_groups_do_whatever_buckets_hold(world):
     ranks, receivers, options, how = world
     SHAPES_OF.update({tensor.name: tensor.shape for tensor in ranks[0].tensors})
