@@ -98,9 +98,9 @@ class TwoPhaseService:
 
     async def _init_group(self, request: InitGroup) -> GroupAnswer:
         name = request.group_name
-        if name in self._joining:
-            return GroupAnswer(success=False, message=f"group {name!r} is being initialized already")
         busy = await self._leave(name, "its source initialized the group again")
+        if name in self._joining:  # asked only now: another call may have come while this one left
+            busy = f"group {name!r} is being initialized already"
         if busy:
             return GroupAnswer(success=False, message=busy)
         place = Place(
