@@ -35,7 +35,7 @@ from .world import Disturbance
 if TYPE_CHECKING:
     from .validate import Case, Row
 
-_WHAT_IF_S = {"auto": 30.0, "all": math.inf, "none": 0.0}
+_WHAT_IF_S = {"auto": 20.0, "all": math.inf, "none": 0.0}
 _WITHIN = 0.15
 _MOST_REPEAT = 10_000
 
@@ -86,7 +86,7 @@ class SimulateArgs:
     seed: int = 0
     """Of the jitter."""
     what_if: Literal["auto", "all", "none"] = "auto"
-    """Halve and double every knob and rate; auto does as many of these as half a minute allows."""
+    """Halve and double every knob and rate; auto does as many of these as 20 seconds allow."""
     trace: Path | None = None
     """Write the simulated spans into this file, as a push does."""
     published: bool = False
