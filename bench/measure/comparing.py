@@ -4,7 +4,8 @@ For rows of one name, setup and knobs on one machine, the warm samples of both s
 (no distribution is assumed, and a few slow pushes decide nothing); the p-values of all rows are corrected together (Holm). A
 row is *faster* or *slower* if its corrected p-value is below ``alpha``, the medians differ by at least ``least``, and, where a
 side was measured in several runs, by more than the runs of one side differ among themselves: samples of one run are not
-independent, and that is what the test alone would not see. All else is *within noise*.
+independent, and that is what the test alone would not see. All else is *within noise*, but where no difference could have
+shown, however large, with so few samples beside so many rows: that is *too few*. Floors are corrected among themselves.
 """
 
 from __future__ import annotations
@@ -98,9 +99,17 @@ def compare(
         if name in sides_a and name in sides_b:
             found.append(_test(name, sides_a[name], sides_b[name], across=across))
         else:
-            found.append(Comparison(row=name, verdict="only in A" if name in sides_a else "only in B"))
-    corrected = iter(holm([one.p for one in found if one.p is not None]))
-    return [_judge(one, next(corrected) if one.p is not None else None, alpha, least) for one in found]
+            n_a, n_b = (len(side[name].samples) if name in side else 0 for side in (sides_a, sides_b))
+            found.append(Comparison(row=name, verdict="only in A" if n_a else "only in B", n_a=n_a, n_b=n_b))
+    floors = {name for name, side in sides_a.items() if side.runs[0].kind == "floor"}
+    judged: dict[str, Comparison] = {}
+    for family in ([one for one in found if one.row in floors], [one for one in found if one.row not in floors]):
+        tested = [one.p for one in family if one.p is not None]
+        corrected = iter(holm(tested))
+        for one in family:
+            p_holm = next(corrected) if one.p is not None else None
+            judged[one.row] = _judge(one, p_holm, alpha, least, len(tested))
+    return [judged[one.row] for one in found]
 
 
 def regressions(found: Sequence[Comparison]) -> list[str]:
@@ -138,7 +147,8 @@ def _test(name: str, a: _Side, b: _Side, *, across: bool) -> Comparison:
     samples_a, samples_b = a.samples, b.samples
     n_a, n_b = len(samples_a), len(samples_b)
     if b.is_broken != a.is_broken:
-        return Comparison(row=name, verdict="broken" if b.is_broken else "mended", why="integrity or its control")
+        verdict: Verdict = "broken" if b.is_broken else "mended"
+        return Comparison(row=name, verdict=verdict, n_a=n_a, n_b=n_b, why="integrity or its control")
     differs = _differences([*a.runs, *b.runs])
     why = f"differ in {'; '.join(differs)}" if differs else ""
     if differs and not across:
@@ -157,7 +167,8 @@ def _test(name: str, a: _Side, b: _Side, *, across: bool) -> Comparison:
     )  # fmt: skip
 
 
-def _judge(one: Comparison, p_holm: float | None, alpha: float, least: float) -> Comparison:
+def _judge(one: Comparison, p_holm: float | None, alpha: float, least: float, tested: int) -> Comparison:
+    """``tested``: rows that are corrected together."""
     if p_holm is None or one.ratio is None:
         return one
     change = abs(math.log(one.ratio))
@@ -169,6 +180,10 @@ def _judge(one: Comparison, p_holm: float | None, alpha: float, least: float) ->
         else:
             remark = f"runs of one side differ by {100 * (one.spread - 1):.0f}% among themselves"
             why = f"{why}; {remark}" if why else remark
+    elif p_holm >= alpha <= tested * 2 / math.comb(one.n_a + one.n_b, one.n_a):  # the smallest possible p-value
+        verdict = "too few"
+        few = f"{one.n_a} and {one.n_b} warm samples cannot show any difference beside {tested - 1} rows more"
+        why = f"{why}; {few}" if why else few
     return msgspec.structs.replace(one, verdict=verdict, p_holm=p_holm, why=why)
 
 
@@ -183,6 +198,8 @@ def _differences(runs: Sequence[Row]) -> list[str]:
         ("gpu", [run.machine.gpu for run in runs]),
     ):
         found += _different(what, values)
+    for what in ("integrity", "control"):
+        found += _different(what, ["not looked at" if getattr(run, what) is None else "looked at" for run in runs])
     for what, tables in (("knob", [run.knobs or {} for run in runs]), ("setup", [run.setup or {} for run in runs])):
         found += _different_tables(what, tables)
     return found

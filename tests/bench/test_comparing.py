@@ -107,6 +107,37 @@ def test_a_knob_that_is_new_does_not_hinder() -> None:
     assert compare([a], [b])[0].verdict == "within noise"
 
 
+def test_where_nothing_could_show_it_is_too_few_and_no_noise() -> None:
+    """Twice the time in every row passes no gate only since each has few samples."""
+    a = [row(str(number), [0.3, *(0.1 + 0.001 * i for i in range(5))]) for number in range(7)]
+    slow = [row(one.row, [2 * sample for sample in one.samples]) for one in a]
+    found = compare(a, slow)
+    assert set(verdicts(found).values()) == {"too few"} and "5 and 5 warm samples" in found[0].why
+    assert len(regressions(found)) == 7
+    assert set(verdicts(compare(a[:6], slow[:6])).values()) == {"slower"}
+    assert set(verdicts(compare(a[:6], a[:6])).values()) == {"within noise"}
+
+
+def test_floors_cost_other_rows_nothing() -> None:
+    few = [0.3, *(0.1 + 0.001 * i for i in range(5))]
+    floors = [row(f"floor {number}", few, kind="floor") for number in range(6)]
+    found = compare([*floors, row("x", few)], [*floors, row("x", [2 * sample for sample in few])])
+    assert verdicts(found)["x"] == "slower" and [one.row for one in found][-1] == "x"
+
+
+@pytest.mark.parametrize("lost", [{"integrity": None}, {"control": None}])
+def test_what_nobody_looked_at_is_not_compared(lost: dict[str, None]) -> None:
+    found = compare([row("x", drawn(1))], [row("x", drawn(2), **lost)])
+    assert verdicts(found) == {"x": "not comparable"} and "looked at" in found[0].why
+    assert regressions(found)
+
+
+def test_rows_of_one_side_say_how_many_samples_they_have() -> None:
+    a, b = compare([row("x", drawn(1))], [row("y", drawn(2))])
+    assert (a.verdict, a.n_b, b.verdict, b.n_a) == ("only in A", 0, "only in B", 0)
+    assert a.n_a > 4 and b.n_b > 4
+
+
 def test_integrity_goes_before_speed() -> None:
     good, bad = row("x", drawn(1)), row("x", drawn(2, scale=0.5), integrity=False)
     assert compare([good], [bad])[0].verdict == "broken"
