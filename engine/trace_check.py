@@ -19,6 +19,8 @@ LIMITS = ("max_tmp_bytes", "h2d_concurrency", "prepare_concurrency", "send_concu
 _FARTHEST_S = 1e7
 """No push takes months. Times beyond it would not add up to the nanosecond any more."""
 _ROUNDING_S = 1e-6
+_CLOCKS = 1.01
+"""So much faster may the clock of one machine run than that of another."""
 
 
 def contradictions(trace: Trace) -> list[str]:
@@ -28,7 +30,7 @@ def contradictions(trace: Trace) -> list[str]:
     """
     found = list(_whole(trace))
     for number, target in enumerate(trace.targets):
-        found += [f"target {number} ({target.address}): {text}" for text in _target(target)]
+        found += [f"target {number} ({target.address}): {text}" for text in _target(target, trace.seconds)]
     for number, rank in enumerate(trace.details):
         found += [f"source rank {number}: {text}" for text in _rank(rank, trace)]
     return found + list(_owners(trace.details))
@@ -41,6 +43,9 @@ def _whole(trace: Trace) -> Iterator[str]:
         value = trace.knobs.get(name)
         if not isinstance(value, int) or value < 1:
             yield f"knob {name} is {'missing' if value is None else repr(value)}; it must be a whole number of at least 1"
+    for name, value in trace.knobs.items():
+        if name not in LIMITS and isinstance(value, int) and value < 0:
+            yield f"knob {name} is {value}; it must be at least 0"
     if trace.version < 0:
         yield f"version is {trace.version}; it must be at least 0"
     yield from _in_order(("all ranks done", trace.voting[0]), ("all votes in", trace.voting[1]))
@@ -48,7 +53,8 @@ def _whole(trace: Trace) -> Iterator[str]:
         yield f"the whole push took {trace.seconds} s"
 
 
-def _target(target: TargetTrace) -> Iterator[str]:
+def _target(target: TargetTrace, push_s: float) -> Iterator[str]:
+    """``push_s``: seconds of the whole push, by the source's clock."""
     yield from _in_order(("ready", target.ready), ("asked", target.asked), ("answered", target.answered))
     lengths = {"commit_s": target.commit_s, "pause_s": target.pause_s}
     for landing in target.landings:
@@ -56,6 +62,8 @@ def _target(target: TargetTrace) -> Iterator[str]:
     for name, seconds in lengths.items():
         if not 0 <= seconds <= _FARTHEST_S:
             yield f"{name} is {seconds} s"
+        elif seconds > _CLOCKS * push_s + _ROUNDING_S:
+            yield f"{name} is {seconds} s, of a push that took {push_s} s"
 
 
 def _rank(rank: RankTrace, trace: Trace) -> Iterator[str]:

@@ -175,7 +175,7 @@ def _verdict(explanation: Explanation) -> Iterator[str]:
         yield "nothing stands out: no single stage, rank, knob or target would make this push 5% faster"
     for number, finding in enumerate(explanation.findings[:_SHOWN], start=1):
         share = finding.gain_s / explanation.trace.seconds
-        yield f"{number}. {finding.because} ({share:.0%} of the push)"
+        yield f"{number}. {finding.because} (to gain: {share:.0%} of the push)"
         if finding.advice:
             yield f"   {finding.advice}"
     if abs(off) > _ALIKE:

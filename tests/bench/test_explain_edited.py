@@ -121,6 +121,11 @@ def drop_spans(trace: dict, keep: float) -> None:
         (lambda t: drop_spans(t, 0.0), "there is no barrier 0"),
         (lambda t: t["details"][0].update(tasks=[]), "is work of no task"),
         (lambda t: t["knobs"].update(max_tmp_bytes=1), "more than max_tmp_bytes (1)"),
+        (lambda t: t["knobs"].update(bucket_bytes=-4), "knob bucket_bytes is -4"),
+        *(
+            (lambda t, name=name: t["targets"][0].update({name: 99.0}), f"{name} is 99.0 s, of a push that took")
+            for name in ("pause_s", "commit_s")
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(recorded: Path, capsys: pytest.CaptureFixture[str], change, said: str) -> None:
