@@ -21,6 +21,7 @@ from .demo_clients import Answer, Clients
 from .demo_engines import Engine, Server, end, make_server, problem, tail
 from .demo_view import DemoView
 from .endings import tied
+from .outputs import make_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,7 @@ class Demo:
 
 async def run(args: DemoArgs) -> int:
     """Run the demo; 0 if every push and every proof held."""
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
     with tempfile.TemporaryDirectory(prefix="syncline-demo-") as folder:
         demo = Demo(args=args, work=Path(folder))
         view = DemoView(args)

@@ -30,6 +30,18 @@ def check_outputs(*paths: Path | None) -> None:
             raise OutputError(f"{path} cannot be written ({error.strerror}): name a file in a folder that exists") from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, if it is not there.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be made a folder ({error.strerror}): name one that may be written") from error
+
+
 def _is_device(path: Path) -> bool:
     """Such as /dev/stdout: opening it may wait for a reader, or change what is there."""
     return path.exists() and not (path.is_file() or path.is_dir())

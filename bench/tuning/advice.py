@@ -29,7 +29,7 @@ from .view import advice_text, difference_text
 
 _WORSE = 0.10  # than the best seen, to fail --verify
 _PUSHES = 6
-_MOST_ROUNDS = 1000
+_LEAST_ROUNDS, _MOST_ROUNDS = 4, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RecommendArgs:
     verify: bool = False
     """Push again with the recommended configuration, the best seen and the default, in turn; fails if it is worse after all."""
     rounds: int = 8
-    """Of --verify."""
+    """Of --verify; of fewer than four nothing is certain."""
     simulate: str | None = None
     """Ask the simulator instead: a model's name, a config.json, or its folder."""
     source: tuple[str, ...] = ()
@@ -76,8 +76,10 @@ class RecommendArgs:
 
 def main(args: RecommendArgs) -> int:
     """Entry point of the command line. Raises `BenchError`, `NothingFits`, and what forms and models are refused with."""
-    if not 1 <= args.rounds <= _MOST_ROUNDS:
-        raise BenchError(f"rounds is {args.rounds}; give a number from 1 to {_MOST_ROUNDS}")
+    if not _LEAST_ROUNDS <= args.rounds <= _MOST_ROUNDS:
+        raise BenchError(f"rounds is {args.rounds}; give a number from {_LEAST_ROUNDS} to {_MOST_ROUNDS}")
+    if args.simulate is None and (args.source or args.target):
+        raise BenchError("--source and --target are for --simulate; a sweep has those that it was made with")
     limit = Limit(nbytes=_size(args.memory), landing=args.with_landing)
     if args.simulate is not None:
         if args.verify:

@@ -13,7 +13,7 @@ from typing import Literal
 from syncline.bench.measure.bed import Bed, Setup, bed, setup_of
 from syncline.bench.measure.errors import BenchError
 from syncline.bench.measure.provenance import Provenance
-from syncline.bench.outputs import check_outputs
+from syncline.bench.outputs import check_outputs, make_folder
 from syncline.engine.config import Transport
 from syncline.engine.messages import Landing
 
@@ -74,7 +74,7 @@ def main(args: SweepArgs) -> int:
     budget_s = parse_duration(args.budget)
     other_s = min(_OTHER_S, budget_s / 5)
     deadline = began + budget_s - min(_END_S, other_s / 2)
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
     check_outputs(args.out / ROWS, args.out / "heat.png", args.out / "pareto.png")
     setup = setup_of(
         args.source, args.target, targets=args.targets, tensors=args.tensors, nbytes=args.nbytes,

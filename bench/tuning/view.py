@@ -81,7 +81,9 @@ def gain_text(advice: Advice) -> str:
     if default is None:
         return "no default under this limit was measured beside it"
     if chosen is default:
-        return "which is the default"
+        c = chosen.configuration
+        is_default = c == Configuration.default(c.transport, c.landing)
+        return "which is the default" if is_default else "which is the default under a watermark that fits"
     if advice.gain is None:
         return f"default {default.seconds * 1e3:.1f} ms, not measured side by side"
     return f"default {default.seconds * 1e3:.1f} ms: {difference_text(advice.gain)}"

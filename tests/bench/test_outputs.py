@@ -36,6 +36,14 @@ def test_they_are_tried_first(words: list[str], tmp_path: Path, capsys: pytest.C
     assert "cannot be written" in said.err and said.err.count("\n") == 1 and not said.out
 
 
+@pytest.mark.parametrize("words", [["bench", "sweep", "--budget", "20s"], ["demo"]])
+def test_a_folder_that_cannot_be_made_is_told_too(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main([*words, "--out", str(tmp_path / "file")]) == 1
+    said = capsys.readouterr()
+    assert "cannot be made a folder" in said.err and said.err.count("\n") == 1
+
+
 def test_trying_changes_nothing(tmp_path: Path) -> None:
     there, new = tmp_path / "there", tmp_path / "new"
     there.write_text("kept")

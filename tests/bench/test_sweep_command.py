@@ -156,6 +156,8 @@ def test_bad_arguments_of_a_sweep_are_told_before_anything_is_written(changes, s
     ("changes", "said"),
     [
         ({"rounds": 0}, "rounds is 0"),
+        ({"rounds": 3}, "rounds is 3"),
+        ({"simulate": None}, "are for --simulate"),
         ({"rounds": -1}, "rounds is -1"),
         *(({"memory": text}, "--memory") for text in ("0", "nan", "-1GiB", "9" * 400)),
         ({"ranks_per_host": 0}, "ranks_per_host is 0"),
