@@ -99,9 +99,7 @@ async def test_a_deadline_that_passes_while_complete_is_taken_in_does_not_end_th
 async def test_of_two_inits_at_once_one_joins(prepared):
     server, _ = await prepared(40)  # both find a group, and an update, to leave first
     service = server.app.service
-    nobody = InitGroup(
-        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name=GROUP, backend="gloo"
-    )
+    nobody = InitGroup(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name=GROUP, backend="gloo")
     calls = {asyncio.create_task(service.init_group(nobody)) for _ in range(2)}
     refused, waiting = await asyncio.wait(calls, timeout=20, return_when=asyncio.FIRST_COMPLETED)
     assert [call.result().message for call in refused] == [f"group {GROUP!r} is being initialized already"]
