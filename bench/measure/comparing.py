@@ -37,7 +37,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ratio: B's median over A's: above 1, B is slower.
         superiority: how likely a sample of B takes longer than one of A (0.5: neither).
-        p, p_holm: of the test, alone and corrected for all rows.
+        p, p_holm: of the test, alone and corrected for all rows that are corrected together.
         spread: largest ratio of medians between runs of one side; 1 if each side is one run.
         why: in words, where there is something to say.
     """
@@ -100,7 +100,7 @@ def compare(
             found.append(_test(name, sides_a[name], sides_b[name], across=across))
         else:
             n_a, n_b = (len(side[name].samples) if name in side else 0 for side in (sides_a, sides_b))
-            found.append(Comparison(row=name, verdict="only in A" if n_a else "only in B", n_a=n_a, n_b=n_b))
+            found.append(Comparison(row=name, verdict="only in A" if name in sides_a else "only in B", n_a=n_a, n_b=n_b))
     floors = {name for name, side in sides_a.items() if side.runs[0].kind == "floor"}
     judged: dict[str, Comparison] = {}
     for family in ([one for one in found if one.row in floors], [one for one in found if one.row not in floors]):
@@ -180,11 +180,16 @@ def _judge(one: Comparison, p_holm: float | None, alpha: float, least: float, te
         else:
             remark = f"runs of one side differ by {100 * (one.spread - 1):.0f}% among themselves"
             why = f"{why}; {remark}" if why else remark
-    elif p_holm >= alpha <= tested * 2 / math.comb(one.n_a + one.n_b, one.n_a):  # the smallest possible p-value
+    elif p_holm >= alpha and tested * _least_p(one.n_a, one.n_b) >= alpha:
         verdict = "too few"
         few = f"{one.n_a} and {one.n_b} warm samples cannot show any difference beside {tested - 1} rows more"
         why = f"{why}; {few}" if why else few
     return msgspec.structs.replace(one, verdict=verdict, p_holm=p_holm, why=why)
+
+
+def _least_p(n_a: int, n_b: int) -> float:
+    """The p-value of sides that do not overlap at all: one of two orders, of all that there are."""
+    return 2 / math.comb(n_a + n_b, n_a)
 
 
 def _differences(runs: Sequence[Row]) -> list[str]:

@@ -20,7 +20,7 @@ from syncline.engine.messages import Landing
 from .imagined import Imagined
 from .journal import Origin, read, setup_of
 from .measuring import measure
-from .noise import Batch, difference, fit
+from .noise import LEAST_BLOCKS, Batch, difference, fit
 from .recommend import Advice, Limit, advise
 from .records import Record, Request
 from .space import Configuration
@@ -29,7 +29,7 @@ from .view import advice_text, difference_text
 
 _WORSE = 0.10  # than the best seen, to fail --verify
 _PUSHES = 6
-_LEAST_ROUNDS, _MOST_ROUNDS = 4, 1000
+_MOST_ROUNDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ class RecommendArgs:
 
 def main(args: RecommendArgs) -> int:
     """Entry point of the command line. Raises `BenchError`, `NothingFits`, and what forms and models are refused with."""
-    if not _LEAST_ROUNDS <= args.rounds <= _MOST_ROUNDS:
-        raise BenchError(f"rounds is {args.rounds}; give a number from {_LEAST_ROUNDS} to {_MOST_ROUNDS}")
+    if not LEAST_BLOCKS <= args.rounds <= _MOST_ROUNDS:
+        raise BenchError(f"rounds is {args.rounds}; give a number from {LEAST_BLOCKS} to {_MOST_ROUNDS}")
     if args.simulate is None and (args.source or args.target):
         raise BenchError("--source and --target are for --simulate; a sweep has those that it was made with")
     limit = Limit(nbytes=_size(args.memory), landing=args.with_landing)

@@ -23,6 +23,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 _LEAST_SIGMA = 0.005  # of log time: no machine repeats itself better than to half a percent
 _FEW = 6  # residuals; with fewer the spread inside batches must do
+LEAST_BLOCKS = 4
+"""With fewer nothing is certain: there is no interval."""
 _RIDGE = 0.5  # blocks differ a little, not wildly: one odd figure of the default does not move a block by all of it
 _HUBER = 1.5
 _MEDIAN_LOSS = math.sqrt(math.pi / 2)  # standard error of a median over that of a mean
@@ -180,8 +182,8 @@ def _by_block(batches: Sequence[Batch[Key]], key: Key) -> dict[int, tuple[float,
 
 
 def _interval(ratios: Floats, seed: int) -> tuple[float, float]:
-    """95% interval of the median of ``ratios`` by the bootstrap; with fewer than four nothing is certain."""
-    if len(ratios) < 4:
+    """95% interval of the median of ``ratios`` by the bootstrap; endless with fewer than `LEAST_BLOCKS`."""
+    if len(ratios) < LEAST_BLOCKS:
         return -math.inf, math.inf
     if np.ptp(ratios) == 0:  # a simulator: no noise to draw from
         return float(ratios[0]), float(ratios[0])
