@@ -45,7 +45,7 @@ class GpuArgs:
 
     nbytes: int = 16_000_000_000
     """bf16 bytes that are pushed out of the host's memory; less where the device's memory is small."""
-    device_nbytes: int = 48_000_000_000
+    device_nbytes: int = 56_000_000_000
     """bf16 bytes that are pushed from the device to itself; less where its memory is small. Such pushes take milliseconds, of
     which some go to control messages, whatever the bytes: 16 GB are copied in as little as 8."""
     repeat: int = 6
@@ -58,8 +58,9 @@ class GpuArgs:
     """Exit code 1 also where a ratio that was asked for is not met."""
 
 
-_LARGE = {"max_tmp_bytes": 4 << 30, "bucket_bytes": 1 << 30, "prepare_concurrency": 4, "send_concurrency": 8}
-"""For what never leaves the device: a task of 1 GiB takes half a millisecond there, and about as long in Python."""
+_LARGE = {"max_tmp_bytes": 8 << 30, "bucket_bytes": 1 << 30, "prepare_concurrency": 4, "send_concurrency": 8}
+"""For what never leaves the device: a task of 1 GiB takes half a millisecond there, and about as long in Python. The watermark
+has room for seven of them, so that the device need not wait for either process."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -246,7 +246,9 @@ class ControlClient:
                 connector = aiohttp.UnixConnector(self._where.path, force_close=not keep, limit=0)
             else:
                 connector = aiohttp.TCPConnector(force_close=not keep, limit=0)
-            self._sessions[keep] = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            self._sessions[keep] = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), cookie_jar=aiohttp.DummyCookieJar()
+            )
         return self._sessions[keep]
 
     def _unreachable(self, name: str, error: BaseException, timeout_s: float) -> TargetUnreachable:

@@ -161,6 +161,7 @@ class PathBase:
         self._half = route.half
         self._jobs: set[Signal[Any]] = set()
         self._starved_s = 0.0
+        self._abreast = route.workers.count
 
     @property
     def landing_bytes(self) -> int:
@@ -203,7 +204,7 @@ class PathBase:
         before: Callable[[], Awaitable[None]] | None = None,
         failures: Sequence[Exception] = (),
     ) -> Received:
-        """Run ``work`` on every bucket in plan order, as many side by side as there are workers; adds the digests up.
+        """Run ``work`` on every bucket in plan order, ``_abreast`` side by side; adds the digests up.
 
         ``before`` runs once the first bucket is there. After a failure of ours (or ``failures`` that were there before) the
         rest is taken and thrown away: a source that could not get rid of it would see a broken target where there is an error
@@ -237,7 +238,7 @@ class PathBase:
                 signal, retired = work(task, bucket), Signal[None]()
                 signal.subscribe(partial(retire, task, signal, retired))
                 running.append(retired)
-                while len(running) >= self._route.workers.count:
+                while len(running) >= self._abreast:
                     await running.popleft()
             while running:
                 await running.popleft()

@@ -30,6 +30,9 @@ from .placement import parted, parts_of
 
 P = ParamSpec("P")
 
+_ABREAST = 4
+"""Buckets whose kernels are launched behind one another: enough that the device never waits for what ends to be noticed."""
+
 ON_DEVICE = frozenset({"cuda_ipc", "nccl"})
 """Transports that bring buckets to device memory."""
 
@@ -74,6 +77,7 @@ class _OnDevice(PathBase, ABC):
 
     def __init__(self, route: Route, buffers: Buffers, stream: LandingStream) -> None:
         super().__init__(route)
+        self._abreast = max(_ABREAST, self._abreast)
         self._stream = stream
         self._watch = Watch()
         shifts = {task.index: self._shift(task) for task in route.program.tasks}
@@ -136,8 +140,9 @@ class StreamedOnDevice(_OnDevice):
     def __init__(self, route: Route, buffers: Buffers, stream: LandingStream) -> None:
         super().__init__(route, buffers, stream)
         self._begun = False
-        if isinstance(self._half, Lending):
-            self._half.when_gone(self._forget)
+        self._lending = self._half if isinstance(self._half, Lending) else None
+        if self._lending is not None:
+            self._lending.when_gone(self._forget)
 
     def _forget(self, owner: int) -> None:
         """Launches know addresses in the memory of source rank ``owner``, which stays mapped as long as they do."""
@@ -183,7 +188,7 @@ class StreamedOnDevice(_OnDevice):
         return self._followed(self._route.loader.call(self._write_and_install, ways, ways.installed, bucket, lent))
 
     def _lent(self, task: TargetTask) -> Mapping[int, torch.Tensor]:
-        return self._half.lent(task) if isinstance(self._half, Lending) else {}
+        return {} if self._lending is None else self._lending.lent(task)
 
     def _write(self, ways: _Ways, bucket: torch.Tensor, lent: Mapping[int, torch.Tensor]) -> Launched:
         if ways.copies is None:

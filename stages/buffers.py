@@ -44,6 +44,9 @@ class Buffer:
     def nbytes(self) -> int:
         return self.memory.numel()
 
+    def launched(self) -> None:
+        """Private memory, and the host's, is written when the host says so."""
+
     def release(self) -> None:
         """Give the bytes back, once nothing uses them any more. `ValueError` if they were given back before."""
         self._pool.take_back(self)

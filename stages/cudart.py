@@ -292,7 +292,7 @@ class CudaIpc:
         return event
 
     def record(self, event: Any) -> None:
-        event.record(self._stream)
+        event.record(torch.cuda.current_stream(self.device))
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         event = torch.cuda.Event()

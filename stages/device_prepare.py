@@ -96,6 +96,7 @@ class DevicePrepareStage(PrepareStage):
         limbs = digest.clear()
         scratch = holding.message(recipe.scratch, recipe.kernels.tmp_nbytes) if recipe.kernels.tmp_nbytes else None
         assemble(bucket, recipe.kernels, given=holding.memory(), limbs=limbs, scratch=scratch)
+        holding.launched()
         digest.bring()
 
     async def _contribute_there(self, recipe: DeviceRecipe, push: int) -> None:

@@ -108,7 +108,7 @@ class IpcRuntime(Protocol):
         ...
 
     def record(self, event: Any) -> None:
-        """Record an event of this process behind everything that the host has seen done so far."""
+        """Record an event of this process behind everything that the calling thread has given its current stream."""
         ...
 
     def copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:

@@ -78,6 +78,11 @@ class Holding:
             raise ValueError("this task has no private memory")
         return self.private.result.memory
 
+    def launched(self) -> None:
+        """The bucket is being written by what was launched on the calling thread's stream: see `Loan.launched`."""
+        if self.shared is not None:
+            self.shared.result.launched()
+
     def release(self) -> None:
         """Give everything back. Only when nothing of the task is in flight."""
         if self.private is not None:

@@ -70,6 +70,13 @@ class Loan(Protocol):
         """1-d uint8, as long as was asked for."""
         ...
 
+    def launched(self) -> None:
+        """What is to be in it was launched on the calling thread's stream: whoever takes it asks the device whether that is done.
+
+        From any thread, before `Sender.send`. If nobody says so, it is there then.
+        """
+        ...
+
     def release(self) -> None:
         """Give it back, once nothing uses it any more."""
         ...

@@ -1,13 +1,15 @@
 """CUDA IPC between processes of one host: buckets are assembled in device memory that receivers look into.
 
-The source keeps a ring in device memory, exported once, and an event for each bucket that may be under way. What needs no
-transform does not pass through the ring: the storage that it lies in is exported, and receivers copy straight out of it.
-Handles and places travel once, in the offer; each push tells only that a bucket is there (where in the ring, which event)
-and, back, that it was taken. Control goes over one `Channel` for each receiver.
+The source keeps a ring in device memory, exported once, and an event for each bucket that may be under way, recorded right
+behind the kernels that write it. What needs no transform does not pass through the ring: the storage that it lies in is
+exported, and receivers copy straight out of it. Handles and places travel once, in the offer; each push tells only that a
+bucket is there (where in the ring, which event) and, back, that it was taken. Control goes over one `Channel` for each
+receiver.
 
-No side ever waits for a device: the source records a bucket's event, and the receiver asks it before it looks; the receiver
-acknowledges when its own copy is done. As with shared memory, giving a receiver up shuts its channel before bytes are used
-again, and a receiver throws away what it has copied if it finds the channel shut afterwards.
+No side ever waits for a device: the receiver asks a bucket's event before it looks, and acknowledges when its own copy is done.
+Nothing is launched to say that a bucket is there: two processes take turns on a device, and a record that waits for its turn
+would hold up a receiver that has all it needs. As with shared memory, giving a receiver up shuts its channel before bytes
+are used again, and a receiver throws away what it has copied if it finds the channel shut afterwards.
 
 Memory of a process that ends is gone for those who look into it. So nothing is ever served from it: with ``staged`` landing a
 receiver copies into memory of its own, and ``mapped`` is not possible.
@@ -38,7 +40,10 @@ from .reception import Reception
 EVENTS = 16
 """Buckets that may be under way at once."""
 
-VERSION = 1
+NO_EVENT = 2**64 - 1
+"""In place of a slot: nothing was launched for the bucket."""
+
+VERSION = 2
 
 Lent = Mapping[int, Mapping[int, torch.Tensor]]
 """Task -> offset in its bucket -> bytes that are sent from where they lie (1-d uint8, whole segments)."""
@@ -93,21 +98,31 @@ class _Link:
 
 
 class _Place:
-    """Implements `Loan`: a bucket's place in the ring, and its event."""
+    """Implements `Loan`: a bucket's place in the ring, and its event.
 
-    def __init__(self, buffer: Buffer | None, memory: torch.Tensor, use: Use, slots: Slots) -> None:
+    Attributes:
+        slot: of the event that says since when the bucket is there; `NO_EVENT` if it needs none.
+    """
+
+    def __init__(self, buffer: Buffer | None, memory: torch.Tensor, use: Use, slots: Slots, record: Callable[[], None]) -> None:
         self.memory = memory
-        self.use = use
+        self.slot = NO_EVENT
+        self._use = use
         self._buffer = buffer
         self._slots = slots
+        self._record = record
 
     @property
     def offset(self) -> int:
         """Where in the ring."""
         return 0 if self._buffer is None else self._buffer.offset
 
+    def launched(self) -> None:
+        self._record()
+        self.slot = self._use.slot
+
     def release(self) -> None:
-        self._slots.release(self.use)
+        self._slots.release(self._use)
         if self._buffer is not None:
             self._buffer.release()
 
@@ -162,6 +177,7 @@ class CudaIpcSender:
         self._slots = Slots(EVENTS)
         self._events: list[Any] = []
         self._loans: dict[int, _Place] = {}
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=runtime.device)
         self._shown: tuple[Place, list[EventHandle], dict[int, list[LentSegment]]] | None = None
         self._closed = False
 
@@ -236,8 +252,7 @@ class CudaIpcSender:
                 f"task {task.index}: its bucket of {bucket.numel()} bytes on {bucket.device} was not assembled in the ring "
                 f"of transport 'cuda_ipc' on {self._runtime.device}"
             )
-        self._runtime.record(self._events[loan.use.slot])
-        return {receiver: self._notify(receiver, task, loan.offset, loan.use) for receiver in receivers}
+        return {receiver: self._notify(receiver, task, loan) for receiver in receivers}
 
     def drop(self, receivers: Collection[ReceiverId]) -> None:
         for receiver in list(receivers):
@@ -299,20 +314,21 @@ class CudaIpcSender:
                     buffer.release()
                 loan.fail(slot.error)
                 return
-            memory = torch.empty(0, dtype=torch.uint8, device=self._runtime.device) if buffer is None else buffer.memory
-            place = self._loans[task.index] = _Place(buffer, memory, slot.result, self._slots)
+            memory = self._nothing if buffer is None else buffer.memory
+            record = partial(self._runtime.record, self._events[slot.result.slot])
+            place = self._loans[task.index] = _Place(buffer, memory, slot.result, self._slots, record)
             loan.set(place)
 
         _when(slot, lend)
 
-    def _notify(self, receiver: ReceiverId, task: SourceTask, offset: int, use: Use) -> Signal[None]:
+    def _notify(self, receiver: ReceiverId, task: SourceTask, place: _Place) -> Signal[None]:
         signal: Signal[None] = Signal()
         link = self._links.get(receiver)
         if link is None or not link.channel.is_open:
             signal.fail(TransportError(f"receiver {receiver} is not linked any more"))
             return signal
         link.under_way[self._key, task.index] = signal
-        link.channel.send(Message(Kind.BUCKET, task.index, self._key, offset, use.slot))
+        link.channel.send(Message(Kind.BUCKET, task.index, self._key, place.offset, place.slot))
         return signal
 
     def _welcome(self, receiver: ReceiverId, channel: Channel) -> None:

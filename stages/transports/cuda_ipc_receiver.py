@@ -16,19 +16,19 @@ from syncline.scheduler.programs import Landing, TargetProgram, TargetTask
 from ..completions import Signal
 from ..errors import TransportError
 from ..ipc import Event, Imports, IpcRuntime
-from ..launched import Launched, follow
+from ..launched import DONE, Launched, follow
 from ..watch import Watch
 from ..workers import Workers, call_in_thread
 from .base import LandingMode, PrivateLease, decode_offer, push_key
 from .channel import Channel, Kind, Message
-from .cuda_ipc import VERSION, CudaIpcOffer
+from .cuda_ipc import NO_EVENT, VERSION, CudaIpcOffer
 
 _ORDERLY_S = 1.0
 _ENDED_PUSHES = 16  # remembered, so that what was still on its way is recognised
 
 
 class _Arrived(NamedTuple):
-    """Where in the ring a bucket is, and the event that says since when."""
+    """Where in the ring a bucket is, and the event that says since when (or `NO_EVENT`)."""
 
     offset: int
     slot: int
@@ -122,6 +122,8 @@ class _Owner:
         return bucket
 
     def event(self, arrived: _Arrived) -> Event:
+        if arrived.slot == NO_EVENT:
+            return DONE
         if arrived.slot >= len(self._events):
             raise TransportError(f"source rank {self.rank} named event {arrived.slot} of {len(self._events)}")
         return self._events[arrived.slot]

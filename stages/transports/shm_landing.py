@@ -31,6 +31,9 @@ class _Place:
         self._number = number
         self._out = True
 
+    def launched(self) -> None:
+        """Memory of the host is written when the host says so."""
+
     def release(self) -> None:
         if not self._out:
             raise ValueError("a place in landing memory was released twice")

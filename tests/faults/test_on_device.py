@@ -239,6 +239,19 @@ async def test_receivers_let_go_of_a_sources_memory_before_it_does_itself(
     assert open_then == [0]
 
 
+async def test_a_bucket_that_kernels_write_goes_out_with_the_event_behind_them(kit, device_world, monkeypatch):
+    start_target, connect, _ = device_world
+    recorded, record = [], load("standins").SharedMemoryIpc.record
+    monkeypatch.setattr(load("standins").SharedMemoryIpc, "record", lambda *args: (recorded.append(args), record(*args)))
+    model = kit.Bag(kit.poisoned(expected_of(content())))
+    sources = place(kit.row_shards(content(), 1), host=())
+    pusher = await connect(sources, [await start_target(OnDevice(model))], transport="cuda_ipc", bucket_bytes="600KiB")
+    for version in (1, 2):
+        recorded.clear()
+        report = await pusher.push_well(version)
+        assert len(recorded) == report.tasks > 1
+
+
 @pytest.mark.parametrize("point", ["empty", "pinned", "senders", "cancelled"])
 async def test_a_connect_that_fails_leaves_nothing_page_locked(start_target, engines, kit, devices, monkeypatch, *, point):
     whole = {"large": torch.zeros(1024, 1024)}

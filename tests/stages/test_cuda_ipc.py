@@ -16,7 +16,7 @@ import torch
 
 from syncline.stages.cudart import CudaIpc
 from syncline.stages.errors import TransportError
-from syncline.stages.transports.cuda_ipc import EVENTS, CudaIpcOffer, CudaIpcSender
+from syncline.stages.transports.cuda_ipc import EVENTS, VERSION, CudaIpcOffer, CudaIpcSender
 
 MODES = ["streamed", "staged"]
 each_mode = pytest.mark.parametrize("landing", MODES)
@@ -65,6 +65,15 @@ async def test_a_receiver_looks_when_the_event_says_so(world, landing):
     (target,), source = one.targets.values(), one.sources[0]
     source.fill(1)
     source.runtime.hold = True
+    claim = source.sender.claim
+
+    def launch(task):
+        loan = claim(task)
+        assert loan.done, "there is room"
+        loan.result.launched()
+        return loan
+
+    source.sender.claim = launch
     await target.half.begin("a", timeout_s=30)
     receiving = asyncio.create_task(target.half.receive(target.program.tasks[0]))
     push = asyncio.create_task(source.push("a"))
@@ -78,6 +87,16 @@ async def test_a_receiver_looks_when_the_event_says_so(world, landing):
     assert (await receiving).numel() == target.program.tasks[0].nbytes
     push.cancel()
     await asyncio.gather(push, return_exceptions=True)
+
+
+@each_mode
+async def test_nothing_is_asked_of_the_device_for_a_bucket_that_nothing_was_launched_for(world, landing):
+    """Two processes take turns on a device: a record of one waits until the other has done what it was given."""
+    one = await world(seed=21, transport="cuda_ipc", landing=landing)
+    source = one.sources[0]
+    source.runtime.hold = True  # whatever is recorded is not done
+    await one.push(1)
+    assert not source.runtime._held
 
 
 async def test_more_buckets_than_events_wait_their_turn(world):
@@ -158,7 +177,7 @@ async def test_offers_of_another_kind_are_refused_before_anything_is_opened(worl
     good = msgspec.msgpack.decode((await source.sender.offer([receiver]))[0], type=CudaIpcOffer)
     other = "staged" if landing == "streamed" else "streamed"
     for change, error in (
-        ({"version": 2}, "version 2"),
+        ({"version": VERSION + 1}, f"version {VERSION + 1}"),
         ({"mode": other}, other),
         ({"path": "/nowhere"}, "cannot be reached"),
     ):

@@ -240,6 +240,27 @@ async def test_nothing_is_unmapped_while_the_device_works_on_it(bed, family, len
     await asyncio.gather(sending, return_exceptions=True)
 
 
+async def test_a_device_has_the_next_buckets_before_it_was_seen_to_be_done_with_the_first(bed, monkeypatch):
+    """Launching takes no worker's time, and what ends is noticed late: the device must not wait for that."""
+    slow, ahead = [SLOW.SlowDevice(free=False) for _ in range(2)], landing_device_module._ABREAST
+    _, (path, _) = await bed("streamed", "exposed", slow=slow)
+    assert path._route.workers.count == 1
+    assert len(path._route.program.tasks) > ahead > 1
+
+    async def receive(task):
+        return torch.zeros(task.nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(path._half, "receive", receive)
+    monkeypatch.setattr(path._half, "release", lambda task: None)
+    receiving = asyncio.create_task(path.receive_all(1, lambda: None))
+    await until(lambda: slow[0].recorded == ahead)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert slow[0].recorded == ahead, "nor are all launched at once: each may hold memory"
+    slow[0].done = float("inf")
+    assert (await receiving).buckets == len(path._route.program.tasks)
+
+
 async def test_a_copy_out_of_the_ring_keeps_it_mapped(bed, monkeypatch):
     one, paths = await bed("staged", "exposed", lent=True)
     (source,) = one.sources
