@@ -76,6 +76,15 @@ class Signer:
         if not hmac.compare_digest(headers.get(SIGNATURE, ""), self._mac("reply", nonce, str(status), body)):
             raise AuthError("the answer is not signed with our secret: the other side has another secret, or none")
 
+    def sign_frame(self, nonce: str, *parts: str | bytes) -> str:
+        """Signature of one message of the connection that the call with ``nonce`` has opened."""
+        return self._mac("frame", nonce, *parts)
+
+    def check_frame(self, mac: str, nonce: str, *parts: str | bytes) -> None:
+        """Check what `sign_frame` signed. Raises `AuthError`."""
+        if not hmac.compare_digest(mac, self.sign_frame(nonce, *parts)):
+            raise AuthError("a message over a watch is not signed with our secret: the other side has another secret, or none")
+
     def _mac(self, *parts: str | bytes) -> str:
         mac = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in parts:

@@ -6,7 +6,7 @@
     POST /prepare_weights_update    PrepareRequest  -> PrepareReply   JSON
     POST /complete_weights_update   CompleteRequest -> CompleteReply  JSON
     POST /abort                     AbortRequest    -> Ack            JSON
-    GET  /watch                     websocket; ends when either process does
+    GET  /watch                     websocket; ends when either process does; calls of a push go over it (`control_watch`)
     POST /join                      JoinRequest     -> Ack            JSON, rank to leader
     POST /vote                      CompleteRequest -> VoteReply      JSON, leader to rank
     POST /order                     RankOrder       -> Ack            JSON, leader to rank

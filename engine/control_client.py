@@ -15,6 +15,7 @@ from multidict import CIMultiDictProxy
 from .address import Address
 from .auth import NONCE, Signer
 from .control import ANSWER_MARGIN_S, JSON, LARGE_BYTES, MOST_REPLY_BYTES, MSGPACK, PEER, ErrorReply, crunch, watch_name
+from .control_watch import MOST_CALL_BYTES, PROTOCOL, Line
 from .errors import AuthError, ClosedError, ProtocolError, TargetUnreachable
 from .messages import (
     AbortRequest,
@@ -67,14 +68,16 @@ class ControlClient:
         self._heartbeat_s = heartbeat_s
         self._patience_s = patience_s
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        self._line: Line | None = None
         self._closed = False
         self._peer = ""
 
     @property
     def calls_under_way(self) -> int:
-        """Connections in use, watches among them."""
+        """Connections in use, watches among them, and calls that go over a watch."""
         connectors = [session.connector for session in self._sessions.values()]
-        return sum(len(connector._acquired) for connector in connectors if connector)  # noqa: SLF001 - aiohttp tells nowhere else
+        over_watch = 0 if self._line is None else self._line.calls_under_way
+        return over_watch + sum(len(connector._acquired) for connector in connectors if connector)  # noqa: SLF001 - told nowhere
 
     async def status(self) -> Status:
         return await self._call("GET", "status", None, Status)
@@ -85,6 +88,7 @@ class ControlClient:
     async def connect(self, request: ConnectRequest) -> Ack:
         """Also makes source and generation the name under which `watch` watches: see `watch_name`."""
         self._peer = watch_name(request)
+        self._line = None  # a watch under the name before may stand for a moment more
         await self._close(keep=True)
         return await self._call("POST", "connect", request, Ack, timeout_s=request.timeout_s + ANSWER_MARGIN_S, pack=True)
 
@@ -120,7 +124,9 @@ class ControlClient:
             headers[PEER] = self._peer
         try:
             async with asyncio.timeout(self._timeout_s):
-                socket = await self._open().ws_connect(self._url("watch"), headers=headers, max_msg_size=1024)
+                socket = await self._open().ws_connect(
+                    self._url("watch"), headers=headers, protocols=(PROTOCOL,), max_msg_size=_MODEST_REPLY_BYTES
+                )
         except aiohttp.WSServerHandshakeError as error:
             raise AuthError(f"{self.address} refused to be watched: HTTP {error.status}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -128,9 +134,10 @@ class ControlClient:
         try:
             if self._signer is not None:
                 self._signer.check_reply(nonce, 101, _handshake_headers(socket), b"")
+            self._line = line = Line(socket, self._signer, nonce)
             if opened is not None:
                 opened()
-            return await self._watch(socket)
+            return await self._watch(socket, line)
         finally:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(0.5):
@@ -147,9 +154,10 @@ class ControlClient:
         if session is not None:
             await session.close()
 
-    async def _watch(self, socket: aiohttp.ClientWebSocketResponse) -> str:
-        heard = asyncio.Event()
-        reader = asyncio.create_task(_listen(socket, heard), name="syncline-watch-reader")
+    async def _watch(self, socket: aiohttp.ClientWebSocketResponse, line: Line) -> str:
+        heard = line.heard
+        reader = asyncio.create_task(line.listen(), name="syncline-watch-reader")
+        why = "the watch was given up"
         try:
             while True:
                 heard.clear()
@@ -160,16 +168,21 @@ class ControlClient:
                     if reader.done() or heard.is_set():
                         break
                 if reader.done():
-                    return f"the connection to {self.address} ended"
+                    why = f"the connection to {self.address} ended"
+                    return why
                 if not heard.is_set():
-                    return f"{self.address} gave no sign of life for {self._patience_s:g} s"
+                    why = f"{self.address} gave no sign of life for {self._patience_s:g} s"
+                    return why
                 await asyncio.wait({reader}, timeout=self._heartbeat_s)
         finally:
+            if self._line is line:
+                self._line = None
+            line.end(why)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _ask(self, name: str, request: msgspec.Struct, kind: type[T], timeout_s: float) -> T:
-        """A call of a push, which only the process that was linked can answer: its connection may be an old one."""
+        """A call of a push, which only the process that was linked can answer: over the watch, or a connection left open."""
         return await self._call("POST", name, request, kind, timeout_s=timeout_s + ANSWER_MARGIN_S, keep=True)
 
     async def _call(
@@ -189,6 +202,9 @@ class ControlClient:
             body = await asyncio.to_thread(msgspec.msgpack.encode, request)
         else:
             body = b"" if request is None else msgspec.json.encode(request)
+        line = self._line
+        if keep and line is not None and line.takes_calls and len(body) <= MOST_CALL_BYTES:
+            return await self._call_over(line, name, body, kind, timeout_s)
         headers, nonce = await crunch(len(body), self._headers, method, name, body)
         if request is not None:
             headers["Content-Type"] = MSGPACK if pack else JSON
@@ -204,6 +220,15 @@ class ControlClient:
         if self._signer is not None and response.status != 401:
             await crunch(len(answer), self._signer.check_reply, nonce, response.status, response.headers, answer)
         return await crunch(len(answer), self._decode, name, response.status, response.content_type, answer, kind)
+
+    async def _call_over(self, line: Line, name: str, body: bytes, kind: type[T], timeout_s: float) -> T:
+        """The same over the watch that stands."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, answer = await line.call(name, body)
+        except (OSError, TimeoutError) as error:
+            raise self._unreachable(name, error, timeout_s) from error
+        return await crunch(len(answer), self._decode, name, status, JSON, answer, kind)
 
     def _decode(self, name: str, status: int, content_type: str, answer: bytes, kind: type[T]) -> T:
         where = f"{self.address}/{name}"
@@ -254,11 +279,6 @@ class ControlClient:
     def _unreachable(self, name: str, error: BaseException, timeout_s: float) -> TargetUnreachable:
         what = f"no answer within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
         return TargetUnreachable(f"{self.address}/{name}: {what}; is the process there, and is the address right?")
-
-
-async def _listen(socket: aiohttp.ClientWebSocketResponse, heard: asyncio.Event) -> None:
-    async for _ in socket:
-        heard.set()
 
 
 async def _first(reader: asyncio.Task[None], heard: asyncio.Event, timeout_s: float) -> None:

@@ -15,6 +15,7 @@ from aiohttp import web
 from .address import Address, inode_of, open_listener, remove_socket_file
 from .auth import NONCE, Signer
 from .control import JSON, MOST_BYTES, MOST_BYTES_ELSEWHERE, MSGPACK, PEER, REQUESTS, ErrorReply, crunch, http_status
+from .control_watch import MOST_FRAME_BYTES, PROTOCOL, Watched
 from .errors import AuthError, ConfigError, ProtocolError, SynclineError
 from .messages import (
     AbortRequest,
@@ -80,6 +81,7 @@ class ControlServer:
         self._runner: web.AppRunner | None = None
         self._watches: dict[web.WebSocketResponse, str] = {}
         self._watch_began = asyncio.Event()
+        self._calls: set[asyncio.Task[None]] = set()
         self._closing = False
 
     @property
@@ -105,7 +107,12 @@ class ControlServer:
     async def close(self) -> None:
         """Stop listening and end every connection, in bounded time."""
         self._closing = True
+        if self._calls:  # what is being called may still be answered
+            await asyncio.wait(self._calls, timeout=_CLOSE_TIMEOUT_S)
         await self.drop_watches(None)
+        for task in self._calls:
+            task.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
         if self._runner is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * _CLOSE_TIMEOUT_S + 1.0):
@@ -140,11 +147,11 @@ class ControlServer:
             except AuthError as error:
                 return _failed(error)
             except SynclineError as error:
-                return await self._signed(request, self._failure(request, error))
+                return await self._signed(request, _json(*_failure(_name(request), error)))
             try:
                 response = await call(request, body)
             except Exception as error:  # noqa: BLE001 - whatever a call raises is answered, typed
-                response = self._failure(request, error)
+                response = _json(*_failure(_name(request), error))
             return await self._signed(request, response)
 
         return handle
@@ -178,13 +185,23 @@ class ControlServer:
         return web.Response(body=msgspec.msgpack.encode(reply), content_type=MSGPACK)
 
     async def _post(self, request: web.Request, body: bytes) -> web.Response:
-        name = _name(request)
-        decode = msgspec.msgpack.decode if request.content_type == MSGPACK else msgspec.json.decode
+        return _json(await self._take(_name(request), body, packed=request.content_type == MSGPACK))
+
+    async def _take(self, name: str, body: bytes, *, packed: bool) -> msgspec.Struct:
+        decode = msgspec.msgpack.decode if packed else msgspec.json.decode
         try:
             message = await crunch(len(body), decode, body, type=REQUESTS[name])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the body of /{name} is not a {REQUESTS[name].__name__}: {error}") from None
-        return _json(await self._call(name, message))
+        return await self._call(name, message)
+
+    async def _over_watch(self, name: str, body: bytes) -> tuple[int, bytes]:
+        """A call that came over a watch: status and body of its answer."""
+        try:
+            reply, status = await self._take(name, body, packed=False), 200
+        except Exception as error:  # noqa: BLE001 - whatever a call raises is answered, typed
+            reply, status = _failure(name, error)
+        return status, msgspec.json.encode(reply)
 
     async def _call(self, name: str, message: Any) -> msgspec.Struct:
         service = self._service
@@ -204,20 +221,6 @@ class ControlServer:
             case _:
                 return await service.on_order(message)
 
-    def _failure(self, request: web.Request, error: Exception) -> web.Response:
-        """The answer to a call that raised, in the form that its caller expects."""
-        if not isinstance(error, SynclineError):
-            log.error("%s failed", request.path, exc_info=error)
-        reply = ErrorReply.of(error)
-        message = f"{reply.message}\n{reply.traceback}" if reply.traceback else reply.message
-        match _name(request):
-            case "prepare_weights_update":
-                return _json(PrepareReply(status="error", message=message, error=reply.error))
-            case "complete_weights_update":
-                return _json(CompleteReply(success=False, message=message, error=reply.error))
-            case _:
-                return _failed(error)
-
     async def _signed(self, request: web.Request, response: web.Response) -> web.Response:
         if self._signer is not None:
             body = response.body
@@ -229,27 +232,30 @@ class ControlServer:
     # watches
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        """Echoes what comes, until one side ends it. The one who watches judges how long an echo may take."""
-        headers = {}
+        """See `Watched`."""
+        headers, nonce = {}, ""
         if self._signer is not None:
             try:
                 nonce = self._signer.check(request.method, request.path_qs, request.headers, b"")
             except AuthError as error:
                 return _failed(error)
             headers = self._signer.sign_reply(nonce, 101, b"")
-        socket = web.WebSocketResponse(timeout=_CLOSE_TIMEOUT_S, max_msg_size=1024)
+        socket = web.WebSocketResponse(
+            timeout=_CLOSE_TIMEOUT_S, max_msg_size=MOST_FRAME_BYTES, protocols=(PROTOCOL,), compress=False
+        )
         socket.headers.update(headers)
         await socket.prepare(request)
         peer = request.headers.get(PEER, "")
         self._watches[socket] = peer
         self._watch_began.set()
         self._watch_began = asyncio.Event()
+        watched = Watched(socket, self._signer, nonce, answer=self._over_watch, calls=self._calls)
         try:
-            async for message in socket:
-                if message.type is aiohttp.WSMsgType.TEXT:
-                    await socket.send_str(message.data)
-        except (ConnectionError, RuntimeError):
-            pass  # it went away while we answered
+            await watched.serve()
+        except SynclineError as error:
+            log.warning("a watch of %s was ended: %s", self.address, error)
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
         finally:
             del self._watches[socket]
             if peer and not self._closing and peer not in self._watches.values():
@@ -263,6 +269,21 @@ def _name(request: web.Request) -> str:
 
 def _json(reply: msgspec.Struct, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(reply), status=status, content_type=JSON)
+
+
+def _failure(name: str, error: Exception) -> tuple[msgspec.Struct, int]:
+    """The answer to a call of ``name`` that raised, in the form that its caller expects, and its status."""
+    if not isinstance(error, SynclineError):
+        log.error("/%s failed", name, exc_info=error)
+    reply = ErrorReply.of(error)
+    message = f"{reply.message}\n{reply.traceback}" if reply.traceback else reply.message
+    match name:
+        case "prepare_weights_update":
+            return PrepareReply(status="error", message=message, error=reply.error), 200
+        case "complete_weights_update":
+            return CompleteReply(success=False, message=message, error=reply.error), 200
+        case _:
+            return reply, http_status(error)
 
 
 def _failed(error: Exception) -> web.Response:

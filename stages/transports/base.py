@@ -71,7 +71,7 @@ class Loan(Protocol):
         ...
 
     def launched(self) -> None:
-        """What is to be in it was launched on the calling thread's stream: whoever takes it asks the device whether that is done.
+        """What is to be in it was launched on the calling thread's stream: whoever takes it asks the device whether it is done.
 
         From any thread, before `Sender.send`. If nobody says so, it is there then.
         """
