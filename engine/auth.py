@@ -2,7 +2,8 @@
 
 A call is signed over its method, path, time, nonce and body; it is accepted once, and only while its time is within the
 replay window of the receiver's clock. The answer is signed over the call's nonce, the status and the body, so that nobody
-else can answer. Signing does not encrypt: what travels can be read.
+else can answer. So is every message of a connection that such a call has opened. Signing does not encrypt: what travels can be
+read.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Signer:
         """Check a call; returns its nonce. Raises `AuthError`. A call that was accepted is not accepted again."""
         stamp, nonce = headers.get(TIME, ""), headers.get(NONCE, "")
         self.check_headers(headers)
-        if not hmac.compare_digest(headers.get(SIGNATURE, ""), self._mac("call", method, path, stamp, nonce, body)):
+        if not _same(headers.get(SIGNATURE, ""), self._mac("call", method, path, stamp, nonce, body)):
             raise AuthError("the call's signature is wrong; set the same secret on both sides")
         self._remember(nonce)
         return nonce
@@ -57,8 +58,11 @@ class Signer:
         """What can be refused before the body has been read. Raises `AuthError`."""
         if not headers.get(SIGNATURE) or not headers.get(NONCE):
             raise AuthError("the call is not signed, and this address has a secret; set the same one on both sides")
+        self._check_age(headers.get(TIME, ""))
+
+    def _check_age(self, stamp: str) -> None:
         try:
-            age = self._clock() - float(headers.get(TIME, ""))
+            age = self._clock() - float(stamp)
         except ValueError:
             raise AuthError("the call says no time") from None
         if not abs(age) <= self._window_s:
@@ -73,17 +77,29 @@ class Signer:
 
     def check_reply(self, nonce: str, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Check an answer. Raises `AuthError`."""
-        if not hmac.compare_digest(headers.get(SIGNATURE, ""), self._mac("reply", nonce, str(status), body)):
+        if not _same(headers.get(SIGNATURE, ""), self._mac("reply", nonce, str(status), body)):
             raise AuthError("the answer is not signed with our secret: the other side has another secret, or none")
 
-    def sign_frame(self, nonce: str, *parts: str | bytes) -> str:
-        """Signature of one message of the connection that the call with ``nonce`` has opened."""
-        return self._mac("frame", nonce, *parts)
+    def sign_call(self, opened: str, number: int, name: str, body: bytes) -> tuple[str, str]:
+        """Time and signature of a call over the connection that the call with nonce ``opened`` has opened."""
+        stamp = f"{self._clock():.3f}"
+        return stamp, self._mac("frame call", opened, str(number), stamp, name, body)
 
-    def check_frame(self, mac: str, nonce: str, *parts: str | bytes) -> None:
-        """Check what `sign_frame` signed. Raises `AuthError`."""
-        if not hmac.compare_digest(mac, self.sign_frame(nonce, *parts)):
-            raise AuthError("a message over a watch is not signed with our secret: the other side has another secret, or none")
+    def check_call(self, signed: tuple[str, str], opened: str, number: int, name: str, body: bytes) -> None:
+        """Check what `sign_call` has signed. Raises `AuthError`. That ``number`` grows is for the caller to see to."""
+        stamp, mac = signed
+        if not _same(mac, self._mac("frame call", opened, str(number), stamp, name, body)):
+            raise AuthError("a call over a watch is not signed with our secret, or not for this connection")
+        self._check_age(stamp)
+
+    def sign_answer(self, opened: str, number: int, status: int, body: bytes) -> str:
+        """Signature of the answer to call ``number`` of that connection."""
+        return self._mac("frame answer", opened, str(number), str(status), body)
+
+    def check_answer(self, mac: str, opened: str, number: int, status: int, body: bytes) -> None:
+        """Check what `sign_answer` has signed. Raises `AuthError`."""
+        if not _same(mac, self.sign_answer(opened, number, status, body)):
+            raise AuthError("an answer over a watch is not signed with our secret: the other side has another secret, or none")
 
     def _mac(self, *parts: str | bytes) -> str:
         mac = hmac.new(self._key, digestmod=hashlib.sha256)
@@ -102,3 +118,8 @@ class Signer:
         if len(self._seen) >= _MOST_NONCES:
             raise AuthError(f"more than {_MOST_NONCES} calls within {2 * self._window_s:g} s; call less often")
         self._seen[nonce] = now
+
+
+def _same(one: str, other: str) -> bool:
+    """Compared in constant time; `hmac.compare_digest` raises for text that is not ASCII."""
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode())

@@ -88,7 +88,8 @@ class ControlClient:
     async def connect(self, request: ConnectRequest) -> Ack:
         """Also makes source and generation the name under which `watch` watches: see `watch_name`."""
         self._peer = watch_name(request)
-        self._line = None  # a watch under the name before may stand for a moment more
+        if self._line is not None and self._line.peer not in ("", self._peer):
+            self._line = None  # that of the link before, which may stand for a moment more
         await self._close(keep=True)
         return await self._call("POST", "connect", request, Ack, timeout_s=request.timeout_s + ANSWER_MARGIN_S, pack=True)
 
@@ -134,7 +135,7 @@ class ControlClient:
         try:
             if self._signer is not None:
                 self._signer.check_reply(nonce, 101, _handshake_headers(socket), b"")
-            self._line = line = Line(socket, self._signer, nonce)
+            self._line = line = Line(socket, self._signer, nonce, headers.get(PEER, ""))
             if opened is not None:
                 opened()
             return await self._watch(socket, line)
@@ -146,6 +147,9 @@ class ControlClient:
     async def close(self) -> None:
         """End every call and watch."""
         self._closed = True
+        line, self._line = self._line, None
+        if line is not None:
+            line.end("this client was closed")
         await self._close(keep=True)
         await self._close(keep=False)
 
@@ -161,8 +165,9 @@ class ControlClient:
         try:
             while True:
                 heard.clear()
-                with contextlib.suppress(ConnectionError, RuntimeError):
-                    await socket.send_str("?")
+                with contextlib.suppress(ConnectionError, RuntimeError, TimeoutError):
+                    async with asyncio.timeout(self._patience_s):  # a stopped process may not empty its end
+                        await socket.send_str("?")
                 for _ in range(_NUDGES):
                     await _first(reader, heard, self._patience_s / _NUDGES)
                     if reader.done() or heard.is_set():

@@ -16,7 +16,7 @@ from .address import Address, inode_of, open_listener, remove_socket_file
 from .auth import NONCE, Signer
 from .control import JSON, MOST_BYTES, MOST_BYTES_ELSEWHERE, MSGPACK, PEER, REQUESTS, ErrorReply, crunch, http_status
 from .control_watch import MOST_FRAME_BYTES, PROTOCOL, Watched
-from .errors import AuthError, ConfigError, ProtocolError, SynclineError
+from .errors import AuthError, ClosedError, ConfigError, ProtocolError, SynclineError
 from .messages import (
     AbortRequest,
     Ack,
@@ -110,9 +110,7 @@ class ControlServer:
         if self._calls:  # what is being called may still be answered
             await asyncio.wait(self._calls, timeout=_CLOSE_TIMEOUT_S)
         await self.drop_watches(None)
-        for task in self._calls:
-            task.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._end_calls()
         if self._runner is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * _CLOSE_TIMEOUT_S + 1.0):
@@ -120,6 +118,13 @@ class ControlServer:
             self._runner = None
         if self._real is not None:
             remove_socket_file(self._real, self._inode)
+
+    async def _end_calls(self) -> None:
+        """Call off what is being called; waits for it, for a bounded time."""
+        for task in self._calls:
+            task.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=_CLOSE_TIMEOUT_S)
 
     async def drop_watches(self, peer: str | None) -> None:
         """End the watches of ``peer``; None: all."""
@@ -158,6 +163,7 @@ class ControlServer:
 
     async def _read(self, request: web.Request) -> bytes:
         """The body, once the call has proved to be allowed."""
+        _refuse_pages(request)
         if self._signer is not None:
             self._signer.check_headers(request.headers)
         most = MOST_BYTES.get(_name(request), MOST_BYTES_ELSEWHERE)
@@ -198,6 +204,8 @@ class ControlServer:
     async def _over_watch(self, name: str, body: bytes) -> tuple[int, bytes]:
         """A call that came over a watch: status and body of its answer."""
         try:
+            if self._closing:
+                raise ClosedError("this address is being closed")
             reply, status = await self._take(name, body, packed=False), 200
         except Exception as error:  # noqa: BLE001 - whatever a call raises is answered, typed
             reply, status = _failure(name, error)
@@ -234,12 +242,15 @@ class ControlServer:
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         """See `Watched`."""
         headers, nonce = {}, ""
-        if self._signer is not None:
-            try:
+        try:
+            if self._closing:
+                raise ClosedError("this address is being closed")
+            _refuse_pages(request)
+            if self._signer is not None:
                 nonce = self._signer.check(request.method, request.path_qs, request.headers, b"")
-            except AuthError as error:
-                return _failed(error)
-            headers = self._signer.sign_reply(nonce, 101, b"")
+                headers = self._signer.sign_reply(nonce, 101, b"")
+        except SynclineError as error:
+            return _failed(error)
         socket = web.WebSocketResponse(
             timeout=_CLOSE_TIMEOUT_S, max_msg_size=MOST_FRAME_BYTES, protocols=(PROTOCOL,), compress=False
         )
@@ -261,6 +272,12 @@ class ControlServer:
             if peer and not self._closing and peer not in self._watches.values():
                 self._service.on_unwatched(peer)
         return socket
+
+
+def _refuse_pages(request: web.Request) -> None:
+    """A web page of any site may call what listens on its reader's machine; then the browser says where it comes from."""
+    if "Origin" in request.headers:
+        raise AuthError("calls of web pages are refused")
 
 
 def _name(request: web.Request) -> str:

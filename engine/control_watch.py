@@ -5,8 +5,9 @@ which those between pause and resume hold up requests. And the connection reache
 when that does.
 
 Text is a question for a sign of life, echoed as it is. Binary messages are `CallFrame` and `AnswerFrame`, in msgpack; bodies
-and status are those of the `POST` of that name. Where there is a secret, each is signed over the nonce that opened the
-connection and its own number, which only grows: none can be made up, changed, repeated or left out of order.
+and status are those of the ``POST`` of that name. Where there is a secret, each is signed over the nonce that opened the
+connection and its own number, which only grows, and a call over its time: none can be made up, changed, repeated, put before
+another one or held back for longer than a request of HTTP could.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -25,19 +25,22 @@ from aiohttp import web
 from .auth import Signer
 from .errors import ProtocolError
 
-log = logging.getLogger("syncline.engine")
-
 PROTOCOL: Final = "syncline-calls-1"
 """WebSocket subprotocol: the other side takes calls. One that does not say so is called by HTTP."""
 
 CALLS: Final = frozenset({"prepare_weights_update", "complete_weights_update", "vote", "order"})
 """What may be called so."""
 
-MOST_CALL_BYTES: Final = 2**20
-"""Larger bodies go by HTTP, where they are taken apart in a thread."""
+MOST_CALL_BYTES: Final = 2**16
+"""Larger bodies go by HTTP: what is signed and taken apart here holds up the loop, and must not fill a socket that a stopped
+process does not empty.
+"""
 
 _ROOM_BYTES = 2**10
 MOST_FRAME_BYTES: Final = MOST_CALL_BYTES + _ROOM_BYTES
+
+_MOST_AT_ONCE = 64
+"""Calls under way on one connection; a push has one or two."""
 
 
 class CallFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +49,8 @@ class CallFrame(msgspec.Struct, frozen=True, array_like=True):
     number: int
     name: str
     body: bytes
-    mac: str = ""
+    signed: tuple[str, str] = ("", "")
+    """See `Signer.sign_call`."""
 
 
 class AnswerFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -64,17 +68,20 @@ class Line:
     Args:
         socket: the connection.
         signer, nonce: of the address, and what opened the connection; None where there is no secret.
+        peer: the name under which it was opened; empty: none.
 
     Attributes:
         heard: set whenever a sign of life has come.
     """
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, signer: Signer | None, nonce: str) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, signer: Signer | None, nonce: str, peer: str) -> None:
+        self.peer = peer
         self._socket = socket
         self._signer = signer
         self._nonce = nonce
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[AnswerFrame]] = {}
+        self._sending: set[asyncio.Task[None]] = set()
         self._ended = ""
         self.heard = asyncio.Event()
 
@@ -98,18 +105,28 @@ class Line:
         if self._ended:
             raise ConnectionResetError(self._ended)
         number = next(self._numbers)
-        mac = "" if self._signer is None else self._signer.sign_frame(self._nonce, "call", str(number), name, body)
+        signed = ("", "") if self._signer is None else self._signer.sign_call(self._nonce, number, name, body)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        # a task of its own: a caller who gives up must not cancel what others of this connection wait for, too
+        sending = asyncio.create_task(self._send(CallFrame(number, name, body, signed)))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
         try:
-            await self._socket.send_bytes(msgspec.msgpack.encode(CallFrame(number, name, body, mac)))
+            await asyncio.wait({sending, answer}, return_when=asyncio.FIRST_COMPLETED)
             frame = await answer
-        except RuntimeError as error:
-            raise ConnectionResetError(str(error)) from error
         finally:
             self._waiting.pop(number, None)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # asked for, whatever becomes of the caller
         if self._signer is not None:
-            self._signer.check_frame(frame.mac, self._nonce, "answer", str(number), str(frame.status), frame.body)
+            self._signer.check_answer(frame.mac, self._nonce, number, frame.status, frame.body)
         return frame.status, frame.body
+
+    async def _send(self, frame: CallFrame) -> None:
+        try:
+            await self._socket.send_bytes(msgspec.msgpack.encode(frame))
+        except (ConnectionError, RuntimeError) as error:
+            self.end(str(error))
 
     async def listen(self) -> None:
         """Take in what comes until the connection ends; then calls without an answer fail."""
@@ -128,6 +145,9 @@ class Line:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ConnectionResetError(why))
+        for sending in self._sending:
+            if sending is not asyncio.current_task():
+                sending.cancel()
 
     def _answered(self, frame: AnswerFrame) -> None:
         answer = self._waiting.get(frame.number)  # None: nobody waits for it any more
@@ -163,6 +183,7 @@ class Watched:
         self._nonce = nonce
         self._answer = answer
         self._calls = calls
+        self._under_way = 0
         self._last = 0
 
     async def serve(self) -> None:
@@ -177,9 +198,14 @@ class Watched:
                     await self._socket.send_str(message.data)
                 elif message.type is aiohttp.WSMsgType.BINARY:
                     frame = self._checked(message.data)
+                    self._under_way += 1
                     task = asyncio.create_task(self._carry_out(frame), name=f"syncline-call-{frame.name}")
                     self._calls.add(task)
-                    task.add_done_callback(self._calls.discard)
+                    task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._under_way -= 1
+        self._calls.discard(task)
 
     def _checked(self, data: bytes) -> CallFrame:
         try:
@@ -187,9 +213,11 @@ class Watched:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"what came over a watch is no call: {error}") from None
         if self._signer is not None:
-            self._signer.check_frame(frame.mac, self._nonce, "call", str(frame.number), frame.name, frame.body)
+            self._signer.check_call(frame.signed, self._nonce, frame.number, frame.name, frame.body)
         if frame.number <= self._last or frame.name not in CALLS:
-            raise ProtocolError(f"call {frame.number} of {frame.name!r} came over a watch after call {self._last}")
+            raise ProtocolError(f"call {frame.number} of {frame.name[:40]!r} came over a watch after call {self._last}")
+        if self._under_way >= _MOST_AT_ONCE:
+            raise ProtocolError(f"more than {_MOST_AT_ONCE} calls at once came over a watch")
         self._last = frame.number
         return frame
 
@@ -197,6 +225,6 @@ class Watched:
         status, body = await self._answer(call.name, call.body)
         mac = ""
         if self._signer is not None:
-            mac = self._signer.sign_frame(self._nonce, "answer", str(call.number), str(status), body)
+            mac = self._signer.sign_answer(self._nonce, call.number, status, body)
         with contextlib.suppress(ConnectionError, RuntimeError):  # whoever asked has gone
             await self._socket.send_bytes(msgspec.msgpack.encode(AnswerFrame(call.number, status, body, mac)))

@@ -31,7 +31,9 @@ from .placement import parted, parts_of
 P = ParamSpec("P")
 
 _ABREAST = 4
-"""Buckets whose kernels are launched behind one another: enough that the device never waits for what ends to be noticed."""
+"""Buckets whose kernels are launched behind one another, where none needs memory of its own and the source has the buckets: so
+many that the device never waits for an end to be noticed.
+"""
 
 ON_DEVICE = frozenset({"cuda_ipc", "nccl"})
 """Transports that bring buckets to device memory."""
@@ -77,7 +79,6 @@ class _OnDevice(PathBase, ABC):
 
     def __init__(self, route: Route, buffers: Buffers, stream: LandingStream) -> None:
         super().__init__(route)
-        self._abreast = max(_ABREAST, self._abreast)
         self._stream = stream
         self._watch = Watch()
         shifts = {task.index: self._shift(task) for task in route.program.tasks}
@@ -143,6 +144,8 @@ class StreamedOnDevice(_OnDevice):
         self._lending = self._half if isinstance(self._half, Lending) else None
         if self._lending is not None:
             self._lending.when_gone(self._forget)
+            if all(ways.installed is None for ways in self._ways.values()):
+                self._abreast = max(_ABREAST, self._abreast)
 
     def _forget(self, owner: int) -> None:
         """Launches know addresses in the memory of source rank ``owner``, which stays mapped as long as they do."""

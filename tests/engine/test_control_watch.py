@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import importlib.util
 import itertools
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
@@ -18,13 +21,13 @@ from syncline.engine.address import Address
 from syncline.engine.auth import Signer
 from syncline.engine.control_client import ControlClient
 from syncline.engine.control_server import ControlServer
-from syncline.engine.control_watch import MOST_CALL_BYTES, PROTOCOL, AnswerFrame, CallFrame
+from syncline.engine.control_watch import _MOST_AT_ONCE, MOST_CALL_BYTES, PROTOCOL, AnswerFrame, CallFrame
 from syncline.engine.errors import (
     AuthError,
     BusyError,
+    ClosedError,
     LoaderError,
     PlanError,
-    ProtocolError,
     TargetUnreachable,
     VersionConflict,
 )
@@ -41,7 +44,8 @@ def _control_tests():
     return module
 
 
-EchoService = _control_tests().EchoService
+_tests = _control_tests()
+EchoService, connect_request, other_process = _tests.EchoService, _tests.connect_request, _tests.other_process
 ASKED = {
     "prepare": PrepareRequest(num_buckets=3, version=1, push_id="p"),
     "complete": CompleteRequest(version=1, push_id="p"),
@@ -236,7 +240,7 @@ async def stand_in(app, tmp_path, secret=None):
 
 @pytest.fixture
 async def line(tmp_path, secret):
-    """A bare connection that watches: service, socket, and what signs calls on it."""
+    """A bare connection that watches: service, socket, what makes calls for it, and the nonce that opened it."""
     service = EchoService()
     server = ControlServer(service, f"unix:{tmp_path}/x.sock", secret=secret)
     await server.start()
@@ -244,14 +248,14 @@ async def line(tmp_path, secret):
     headers = signer.sign("GET", "/watch", b"") if secret else {}
     nonce = headers.get("X-Syncline-Nonce", "")
 
-    def frame(number, name, body=b"{}", *, mac=None):
-        signed = signer.sign_frame(nonce, "call", str(number), name, body) if mac is None else mac
+    def frame(number, name, body=b"{}", *, signed=None):
+        signed = signer.sign_call(nonce, number, name, body) if signed is None else signed
         return msgspec.msgpack.encode(CallFrame(number, name, body, signed))
 
     connector = aiohttp.UnixConnector(Address.parse(server.address).path)
     async with aiohttp.ClientSession(connector=connector) as session:
         socket = await session.ws_connect("http://localhost/watch", headers=headers, protocols=(PROTOCOL,))
-        yield service, socket, frame
+        yield service, socket, frame, nonce
         await socket.close()
     await server.close()
 
@@ -267,7 +271,7 @@ async def answer(socket):
 
 @pytest.mark.parametrize("wrong", ["garbage", "other form", "repeated", "older", "other endpoint", "no endpoint"])
 async def test_what_is_no_call_ends_the_watch_and_does_nothing(line, wrong):
-    service, socket, frame = line
+    service, socket, frame, _ = line
     await socket.send_bytes(frame(5, "order", ORDER))
     assert (await answer(socket)).status == 200
     sent = {
@@ -280,7 +284,7 @@ async def test_what_is_no_call_ends_the_watch_and_does_nothing(line, wrong):
 
 
 async def test_a_body_that_is_no_request_is_answered(line):
-    service, socket, frame = line
+    service, socket, frame, _ = line
     await socket.send_bytes(frame(1, "order", b'{"push_id": 3}'))
     refused = await answer(socket)
     assert refused.status == 400
@@ -288,26 +292,29 @@ async def test_a_body_that_is_no_request_is_answered(line):
     assert not service.asked
 
 
+FORGED = [
+    "no signature", "no time", "no text", "other secret", "other number", "other name", "other body", "other connection", "old",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("secret", ["s"], indirect=True)
-@pytest.mark.parametrize(
-    "forged", ["no signature", "other secret", "other number", "other name", "other body", "other connection"]
-)
-async def test_a_call_that_is_not_signed_for_this_connection_is_not_made(line, forged):
-    service, socket, frame = line
-    other, nonce = Signer("other"), "00" * 16
-    macs = {
-        "no signature": "", "other secret": other.sign_frame(nonce, "call", "1", "order", ORDER),
-        "other number": msgspec.msgpack.decode(frame(2, "order", ORDER), type=CallFrame).mac,
-        "other name": msgspec.msgpack.decode(frame(1, "vote", ORDER), type=CallFrame).mac,
-        "other body": msgspec.msgpack.decode(frame(1, "order", b"{}"), type=CallFrame).mac,
-        "other connection": Signer("s").sign_frame(nonce, "call", "1", "order", ORDER),
+@pytest.mark.parametrize("forged", FORGED)
+async def test_a_call_that_is_not_signed_for_this_connection_and_time_is_not_made(line, forged):
+    service, socket, frame, nonce = line
+    signer, other, late = Signer("s"), Signer("other"), Signer("s", clock=lambda: time.time() - 3600)
+    stamp, mac = signer.sign_call(nonce, 1, "order", ORDER)
+    signed = {
+        "no signature": ("", ""), "no time": ("", mac), "no text": (stamp, "é€"),
+        "other secret": other.sign_call(nonce, 1, "order", ORDER), "other number": signer.sign_call(nonce, 2, "order", ORDER),
+        "other name": signer.sign_call(nonce, 1, "vote", ORDER), "other body": signer.sign_call(nonce, 1, "order", b"{}"),
+        "other connection": signer.sign_call("00" * 16, 1, "order", ORDER), "old": late.sign_call(nonce, 1, "order", ORDER),
     }  # fmt: skip
-    await socket.send_bytes(frame(1, "order", ORDER, mac=macs[forged]))
+    await socket.send_bytes(frame(1, "order", ORDER, signed=signed[forged]))
     assert await answer(socket) is aiohttp.WSMsgType.CLOSE
     assert not service.asked
 
 
-@pytest.mark.parametrize("forged", ["no signature", "other secret", "other number", "other status"])
+@pytest.mark.parametrize("forged", ["no signature", "no text", "other secret", "other number", "other status"])
 async def test_an_answer_that_is_not_signed_is_not_taken(tmp_path, forged):
     async def watch(request):
         signer = Signer("s")
@@ -319,9 +326,9 @@ async def test_an_answer_that_is_not_signed_is_not_taken(tmp_path, forged):
             if message.type is aiohttp.WSMsgType.BINARY:
                 number = msgspec.msgpack.decode(message.data, type=CallFrame).number
                 macs = {
-                    "no signature": "", "other secret": Signer("t").sign_frame(nonce, "answer", str(number), "200", b"{}"),
-                    "other number": signer.sign_frame(nonce, "answer", str(number + 1), "200", b"{}"),
-                    "other status": signer.sign_frame(nonce, "answer", str(number), "500", b"{}"),
+                    "no signature": "", "no text": "é", "other secret": Signer("t").sign_answer(nonce, number, 200, b"{}"),
+                    "other number": signer.sign_answer(nonce, number + 1, 200, b"{}"),
+                    "other status": signer.sign_answer(nonce, number, 500, b"{}"),
                 }  # fmt: skip
                 await socket.send_bytes(msgspec.msgpack.encode(AnswerFrame(number, 200, b"{}", macs[forged])))
         return socket
@@ -333,12 +340,125 @@ async def test_an_answer_that_is_not_signed_is_not_taken(tmp_path, forged):
             await client.order(ASKED["order"])
 
 
-async def test_the_first_calls_of_a_new_link_do_not_go_over_the_watch_before_it(served):
-    """It may be another process's by now."""
-    service, _, client, by_http = served
-    with pytest.raises(ProtocolError):
-        service.error = ProtocolError("not this one")
-        await client.connect(_control_tests().connect_request())
-    service.error = None
+async def test_calls_of_a_new_link_do_not_go_over_the_watch_of_the_one_before(served):
+    """It may be another process's by now. One without a name pins the process that it was opened to."""
+    _, server, client, by_http = served
+    await client.connect(connect_request())
     assert (await client.prepare(ASKED["prepare"])).status == "ready"
-    assert by_http == ["connect", "prepare_weights_update"]
+    assert by_http == ["connect"], "its watch has no name"
+    other = ControlClient(server.address, secret=client._signer and "s", timeout_s=PATIENCE_S)
+    await other.connect(connect_request())
+    watch = await watching(other)
+    await other.connect(connect_request())
+    by_http.clear()
+    await other.vote(ASKED["vote"])
+    await other.connect(connect_request(generation=2))
+    await other.order(ASKED["order"])
+    assert by_http == ["connect", "order"]
+    await other.close()
+    await asyncio.gather(watch, return_exceptions=True)
+
+
+async def test_a_target_of_several_ranks_is_led_over_watches(targets, monkeypatch):
+    """What pauses, commits and resumes its ranks holds up requests."""
+    by_http, over_watch = [], []
+
+    def noting(noted, method, what):
+        return lambda self, first, body: (noted.append(what(first)), method(self, first, body))[1]
+
+    monkeypatch.setattr(ControlServer, "_post", noting(by_http, ControlServer._post, lambda request: request.path))
+    monkeypatch.setattr(ControlServer, "_over_watch", noting(over_watch, ControlServer._over_watch, str))
+    target = await targets(world=2)
+    for version in (1, 2):
+        by_http.clear()
+        over_watch.clear()
+        await target.push(version)
+        assert over_watch == ["prepare_weights_update", "vote", "order", "order", "order"], "to rank 1"
+        assert by_http == ["/prepare_weights_update", "/complete_weights_update"], "to rank 0, which nobody watches here"
+
+
+async def test_a_closed_client_calls_nobody(served):
+    service, _, client, _ = served
+    await client.close()
+    with pytest.raises(ClosedError):
+        await client.order(ASKED["order"])
+    assert not service.asked
+
+
+async def test_no_more_than_a_few_calls_at_once(served):
+    service, _, client, _ = served
+    service.hold = asyncio.Event()
+    calls = [asyncio.create_task(client.vote(ASKED["vote"])) for _ in range(_MOST_AT_ONCE + 1)]
+    async with asyncio.timeout(PATIENCE_S):
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(one) for one in ended} == {TargetUnreachable}
+    assert len(service.asked) == _MOST_AT_ONCE
+    service.hold.set()
+
+
+async def test_calls_to_a_stopped_process_end_with_its_watch_whatever_is_in_its_socket(other_process):
+    address, process = other_process
+    client = ControlClient(address, heartbeat_s=0.05, patience_s=1.0)
+    watch = await watching(client)
+    os.kill(process.pid, signal.SIGSTOP)
+    request = CompleteRequest(version=1, push_id="p" * (MOST_CALL_BYTES - 500), timeout_s=300.0)
+    calls = [asyncio.create_task(client.vote(request)) for _ in range(20)]
+    given_up = asyncio.create_task(client.vote(request))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    given_up.cancel()  # must not take the others with it
+    async with asyncio.timeout(PATIENCE_S):
+        assert "no sign of life" in await watch
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(one) for one in ended} == {TargetUnreachable}
+    await client.close()
+
+
+async def test_closing_the_server_is_bounded_whatever_a_call_does_when_it_is_called_off(served):
+    service, server, client, _ = served
+    going_on = asyncio.Event()
+
+    async def on_vote(request):
+        try:
+            await service._take(request, None)
+        except asyncio.CancelledError:
+            await going_on.wait()
+            raise
+
+    service.on_vote, service.hold = on_vote, asyncio.Event()
+    call = asyncio.create_task(client.vote(ASKED["vote"]))
+    async with asyncio.timeout(PATIENCE_S):
+        await service.called.wait()
+        await server.close()
+        await asyncio.gather(call, return_exceptions=True)
+    going_on.set()
+
+
+async def test_a_server_that_closes_begins_nothing(served):
+    service, server, client, _ = served
+    server._closing = True
+    with pytest.raises(ClosedError):
+        await client.order(ASKED["order"])
+    late = ControlClient(server.address, secret=client._signer and "s", timeout_s=PATIENCE_S)
+    with pytest.raises(AuthError, match="refused to be watched"):
+        await late.watch()
+    assert not service.asked
+    await late.close()
+
+
+@pytest.mark.parametrize("path", ["/status", "/order", "/watch"])
+async def test_web_pages_are_refused(tmp_path, path):
+    """A browser lets any page call what listens on its reader's machine, and says where the page is from."""
+    service = EchoService()
+    server = ControlServer(service, "tcp://127.0.0.1:0")
+    await server.start()
+    where = f"http{server.address.removeprefix('tcp')}{path}"
+    async with aiohttp.ClientSession() as session:
+        for headers, status in (({"Origin": "https://example.org"}, 401), ({}, 101 if path == "/watch" else 200)):
+            if path == "/watch":
+                headers |= {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+                headers |= {"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
+            async with session.request("POST" if path == "/order" else "GET", where, headers=headers, data=ORDER) as response:
+                assert response.status == status
+            assert len(service.asked) == (status == 200)
+    await server.close()
