@@ -79,6 +79,7 @@ class _OnDevice(PathBase, ABC):
 
     def __init__(self, route: Route, buffers: Buffers, stream: LandingStream) -> None:
         super().__init__(route)
+        self._lending = self._half if isinstance(self._half, Lending) else None
         self._stream = stream
         self._watch = Watch()
         shifts = {task.index: self._shift(task) for task in route.program.tasks}
@@ -141,7 +142,6 @@ class StreamedOnDevice(_OnDevice):
     def __init__(self, route: Route, buffers: Buffers, stream: LandingStream) -> None:
         super().__init__(route, buffers, stream)
         self._begun = False
-        self._lending = self._half if isinstance(self._half, Lending) else None
         if self._lending is not None:
             self._lending.when_gone(self._forget)
             if all(ways.installed is None for ways in self._ways.values()):
@@ -223,6 +223,8 @@ class StagedOnDevice(_OnDevice):
         super().__init__(route, buffers, stream)
         self._digests = {task.index: DeviceDigest(task, stream, shift=self._shift(task)) for task in route.program.tasks}
         self._buckets: dict[int, torch.Tensor] = {}
+        if self._lending is not None:
+            self._abreast = max(_ABREAST, self._abreast)
 
     async def begin(self, push_id: str, timeout_s: float) -> None:
         self._buckets = {}

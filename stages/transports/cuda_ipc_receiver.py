@@ -26,6 +26,9 @@ from .cuda_ipc import NO_EVENT, VERSION, CudaIpcOffer
 _ORDERLY_S = 1.0
 _ENDED_PUSHES = 16  # remembered, so that what was still on its way is recognised
 
+_AHEAD = 4
+"""Buckets that are copied to landing memory at once: the device has the next ones before the end of the first was noticed."""
+
 
 class _Arrived(NamedTuple):
     """Where in the ring a bucket is, and the event that says since when (or `NO_EVENT`)."""
@@ -204,6 +207,8 @@ class CudaIpcHalf:
         self._owners: dict[int, _Owner] = {}
         self._landing = torch.empty(0, dtype=torch.uint8, device=runtime.device)
         self._watch = Watch()
+        self._places = {task.index: place for place, task in enumerate(program.tasks)}
+        self._coming: dict[int, asyncio.Task[torch.Tensor]] = {}
         self._key = 0
         self._over: deque[int] = deque(maxlen=_ENDED_PUSHES)
         self._forget: Callable[[int], None] = lambda _rank: None
@@ -248,6 +253,17 @@ class CudaIpcHalf:
             owner.keep_only(self._key)
 
     async def receive(self, task: TargetTask) -> torch.Tensor:
+        if not self.persistent:
+            return await self._bring(task)
+        place = self._places[task.index]
+        for coming in self._program.tasks[place : place + _AHEAD]:
+            if coming.index not in self._coming:
+                self._coming[coming.index] = bringing = asyncio.create_task(self._bring(coming))
+                bringing.add_done_callback(_seen)
+        return await self._coming.pop(task.index)
+
+    async def _bring(self, task: TargetTask) -> torch.Tensor:
+        """The bucket in the ring; with ``staged`` landing a copy of it, once that is done."""
         owner, key = self._owner(task.owner), self._key
         arrived = await owner.push(key).arrival(task.index)
         await self._watch.until(owner.event(arrived).query)
@@ -291,6 +307,9 @@ class CudaIpcHalf:
         self._finish()
 
     async def close(self, timeout_s: float = 5.0) -> None:
+        for bringing in self._coming.values():
+            bringing.cancel()
+        self._coming.clear()
         for owner in self._owners.values():
             owner.close()
         _ = self._watch.close()
@@ -309,6 +328,9 @@ class CudaIpcHalf:
         return Launched(self._runtime.copy(pairs), lambda: 0, pairs)
 
     def _finish(self) -> None:
+        for bringing in self._coming.values():
+            bringing.cancel()
+        self._coming.clear()
         self._over.append(self._key)
         for owner in self._owners.values():
             owner.end(self._key)
@@ -348,6 +370,12 @@ class CudaIpcHalf:
         )  # fmt: skip
         me = self._program.receiver
         owner.channel.send(Message(Kind.HELLO, push=offer.token, a=me.target, b=me.rank))
+
+
+def _seen(bringing: asyncio.Task[torch.Tensor]) -> None:
+    """What it failed with is told to whoever asks for the bucket, if somebody does."""
+    if not bringing.cancelled():
+        bringing.exception()
 
 
 def _pairs(

@@ -17,6 +17,7 @@ import torch
 from syncline.stages.cudart import CudaIpc
 from syncline.stages.errors import TransportError
 from syncline.stages.transports.cuda_ipc import EVENTS, VERSION, CudaIpcOffer, CudaIpcSender
+from syncline.stages.transports.cuda_ipc_receiver import _AHEAD
 
 MODES = ["streamed", "staged"]
 each_mode = pytest.mark.parametrize("landing", MODES)
@@ -97,6 +98,38 @@ async def test_nothing_is_asked_of_the_device_for_a_bucket_that_nothing_was_laun
     source.runtime.hold = True  # whatever is recorded is not done
     await one.push(1)
     assert not source.runtime._held
+
+
+async def test_staged_buckets_are_copied_ahead_and_no_copy_outlives_its_push(world, monkeypatch):
+    """The device has the next copies before the end of the first was noticed."""
+    one = await world(seed=21, transport="cuda_ipc", landing="staged", tensors=30, elements=900)
+    (target,) = one.targets.values()
+    half, tasks = target.half, [task.index for task in target.program.tasks]
+    assert len(tasks) > _AHEAD + 1
+    begun, done, bring = [], asyncio.Event(), half._bring
+
+    async def late(task):
+        begun.append(task.index)
+        await done.wait()
+        return await bring(task)
+
+    monkeypatch.setattr(half, "_bring", late)
+    receiving = asyncio.create_task(half.receive(target.program.tasks[0]))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert begun == tasks[:_AHEAD]
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
+    ahead = list(half._coming.values())
+    assert len(ahead) == _AHEAD - 1
+    await half.end(False)
+    assert not half._coming
+    await asyncio.gather(*ahead, return_exceptions=True)
+    assert all(task.cancelled() for task in ahead)
+    done.set()
+    begun.clear()
+    await one.push(1)
+    assert begun == tasks, "each once, in plan order"
 
 
 async def test_more_buckets_than_events_wait_their_turn(world):
