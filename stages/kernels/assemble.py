@@ -20,7 +20,7 @@ from syncline.stages.digest import add_digests, bytes_of, digest_bytes, digest_v
 from .language import INSTALLED, INTERPRETED
 from .launches import LIMBS, Program
 from .plain import write_part
-from .tables import Tables, can_copy_by_leaves
+from .tables import Tables, can_copy_by_leaves, can_hash_by_strips
 from .views import Hashed, Moved, Part, View
 
 Backend = Literal["auto", "triton", "torch"]
@@ -154,8 +154,13 @@ def _tables_of(parts: Sequence[Part | Moved | Hashed], *, verify: bool) -> Table
             _add_moved(tables, part, verify=verify)
             continue
         whole = _whole(part)
+        hashed = False
         if part.quantized is not None:
-            tables.add_quantized(part)
+            hashed = verify and can_hash_by_strips(part)
+            if hashed:
+                tables.add_strips(part)
+            else:
+                tables.add_quantized(part)
         elif verify and (piece := _only_piece(part)) and can_copy_by_leaves(piece, whole, part.leaves):
             tables.add_leaves(whole, part.leaves, piece)
             continue
@@ -163,7 +168,7 @@ def _tables_of(parts: Sequence[Part | Moved | Hashed], *, verify: bool) -> Table
             for piece_ in part.pieces:
                 tables.add_copy(piece_.view, part.place(piece_))
         if verify:
-            for content, leaves in contents_of(part):
+            for content, leaves in contents_of(part)[hashed:]:
                 tables.add_leaves(content, leaves)
     return tables
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import tiles, xxh3, xxh3_short
+from . import strips, tiles, xxh3, xxh3_short
 from .language import INTERPRETED
 from .mixing import ACCUMULATORS, SECRET
-from .tables import UNIT, CopyKind, LeafKind, Pieces, QuantizeKind, Tables
+from .tables import UNIT, CopyKind, LeafKind, Pieces, QuantizeKind, StripKind, Tables
 
 LIMBS = 4
 """A digest on a device: int64 values that each count one 32-bit limb of the sum, least first."""
@@ -167,10 +167,14 @@ def _quantize(constants: Mapping[str, Any], pieces: torch.Tensor, piece_of: torc
     def arguments(memory: Memory) -> tuple[Any, ...]:
         return memory.source, memory.dest, pieces, piece_of, memory.absmax
 
+    return Launch(tiles.quantize_tiles, grid, arguments, {**constants, **_in_registers(constants)})
+
+
+def _in_registers(constants: Mapping[str, Any]) -> dict[str, int]:
+    """Warps and registers for a tile that is quantized out of registers."""
     warps = _warps(constants)
     # left alone the compiler takes so many registers that one program may fill a multiprocessor, and memory idles
-    registers = {"maxnreg": _REGISTERS} if warps == _MOST_WARPS else {}
-    return Launch(tiles.quantize_tiles, grid, arguments, {**constants, "num_warps": warps, **registers})
+    return {"num_warps": warps, "maxnreg": _REGISTERS} if warps == _MOST_WARPS else {"num_warps": warps}
 
 
 def _warps(constants: Mapping[str, Any]) -> int:
@@ -190,6 +194,8 @@ def _hashing(tables: Tables, device: torch.device) -> list[Launch]:
         words = [int.from_bytes(SECRET[at : at + 8], "little") for at in range(0, len(SECRET), 8)]
         secret = _words([*words, *ACCUMULATORS], device)
         leaves = _padded(tables.long, _LEAVES_EACH).to(device)
+        for strip_kind, matrices in tables.strips.items():
+            launches.append(_strips(strip_kind, matrices, tables.strip_counts[strip_kind], leaves, secret))
         for kind, units in tables.units.items():
             unit_leaf = torch.tensor(units, dtype=torch.int32, device=device)
             launches.append(_block_sums(leaves, unit_leaf, secret, kind))
@@ -219,6 +225,23 @@ def _block_sums(leaves: torch.Tensor, unit_leaf: torch.Tensor, secret: torch.Ten
         return memory.dest, memory.source, leaves, unit_leaf, secret, memory.sums
 
     return Launch(xxh3.block_sums, grid, arguments, constants)
+
+
+def _strips(
+    kind: StripKind, matrices: Sequence[Sequence[int]], counts: Sequence[int], leaves: torch.Tensor, secret: torch.Tensor
+) -> Launch:
+    device = leaves.device
+    constants = {
+        "FROM": kind.source, "ROWS": kind.block[0], "COLUMNS": kind.block[1], "POW2": kind.pow2,
+        "STEPS": 0 if kind.pow2 else 2, "HARDWARE": _converts(device),
+    }  # fmt: skip
+    table = torch.tensor(matrices, dtype=torch.int64, device=device)
+    of = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)).to(device)
+
+    def arguments(memory: Memory) -> tuple[Any, ...]:
+        return memory.source, memory.dest, table, of, leaves, secret, memory.sums
+
+    return Launch(strips.quantize_strips, (len(of),), arguments, {**constants, **_in_registers(constants)})
 
 
 def _finish(leaves: torch.Tensor, secret: torch.Tensor) -> Launch:

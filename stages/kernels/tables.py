@@ -18,6 +18,7 @@ from syncline.scheduler.programs import Leaves
 from syncline.stages.digest import leaf_bounds
 
 from .reference import FLOATS
+from .strips import HASHED_ROWS
 from .views import Part, Piece, View
 from .xxh3 import BLOCK, LONGEST_SHORT
 
@@ -49,6 +50,14 @@ class QuantizeKind(NamedTuple):
     vector: bool
     group: tuple[int, int]
     whole: bool
+    pow2: bool
+
+
+class StripKind(NamedTuple):
+    """Matrices that are quantized and hashed by one launch. ``block`` in rows and columns."""
+
+    source: int
+    block: tuple[int, int]
     pow2: bool
 
 
@@ -105,6 +114,8 @@ class Tables:
         self.copies: defaultdict[CopyKind, Pieces] = defaultdict(Pieces)
         self.returns: defaultdict[CopyKind, Pieces] = defaultdict(Pieces)
         self.quantize: defaultdict[QuantizeKind, Pieces] = defaultdict(Pieces)
+        self.strips: defaultdict[StripKind, list[list[int]]] = defaultdict(list)
+        self.strip_counts: defaultdict[StripKind, list[int]] = defaultdict(list)
         self.groups = 0
         self.long: list[list[int]] = []
         self.short: list[list[int]] = []
@@ -142,6 +153,23 @@ class Tables:
         if spread:
             self.groups += -(-part.shape[0] // how.group(part.shape)[0]) * across
 
+    def add_strips(self, part: Part) -> None:
+        """Quantize a part and hash its codes in one pass, where `can_hash_by_strips` says so."""
+        if part.quantized is None:
+            raise ValueError("this part is not quantized")
+        how, (rows, columns), view = part.quantized.how, part.shape, part.pieces[0].view
+        check_format(how)
+        kind = StripKind(_type(view.dtype), how.block, how.pow2)
+        counts, (address, relative) = self.strip_counts[kind], view.place
+        self.strips[kind].append([
+            address, int(relative), view.strides[0] if rows > 1 else 0, part.offset, part.quantized.scale_offset, rows, columns,
+            sum(counts), len(self.long), min(part.leaves.leaf_nbytes // columns, rows), self.blocks,
+        ])  # fmt: skip
+        counts.append(-(-rows // how.block[0]) * (columns // BLOCK))
+        for start, stop, seed in leaf_bounds(part.leaves):
+            self.long.append([part.offset + start, 1, stop - start, _signed(seed), self.blocks, 0, 0, 0, 0, 0, 0])
+            self.blocks += (stop - start) // BLOCK
+
     def add_leaves(self, content: View, leaves: Leaves, copied_from: View | None = None) -> None:
         """Hash the bytes of a contiguous matrix, after copying them there from where `can_copy_by_leaves` says so."""
         address, relative = content.place
@@ -151,8 +179,7 @@ class Tables:
         if copied_from is not None and strided:
             width, step = (count * copied_from.itemsize for count in (copied_from.shape[1], copied_from.strides[0]))
         for start, stop, seed in leaf_bounds(leaves):
-            signed = seed - 2**64 if seed >= 2**63 else seed
-            at = [address + start, int(relative), stop - start, signed]
+            at = [address + start, int(relative), stop - start, _signed(seed)]
             if stop - start <= LONGEST_SHORT:
                 self.short.append(at)
                 if copied_from is not None:
@@ -200,6 +227,24 @@ def can_copy_by_leaves(read: View, write: View, leaves: Leaves) -> bool:
     width, step = read.shape[1] * read.itemsize, read.strides[0] * read.itemsize
     rows = read.strides[1] == 1 and width % 16 == 0 and step % 16 == 0 and step > 0 and width < 2**31 - 2**16
     return rows and read.place[0] % 16 == 0 and all(stop - start > LONGEST_SHORT for start, stop, _ in leaf_bounds(leaves))
+
+
+def can_hash_by_strips(part: Part) -> bool:
+    """Whether a part can be quantized and hashed in one pass: blocks, of one matrix in rows that line up, so wide that hash
+    blocks do not cross rows, and with leaves of whole rows.
+    """
+    quantized, (_, columns), leaves = part.quantized, part.shape, part.leaves
+    if quantized is None or quantized.how.grouping != "block" or len(part.pieces) != 1:
+        return False
+    view, (block_rows, block_columns) = part.pieces[0].view, quantized.how.block
+    rows = leaves.blocks == 1 and leaves.leaf_nbytes % columns == 0
+    fits = columns % BLOCK == 0 and BLOCK % block_columns == 0 and block_rows % HASHED_ROWS == 0
+    return rows and fits and view.shape == part.shape and part.offset % 16 == 0 and _lines_up(view, 0)
+
+
+def _signed(seed: int) -> int:
+    """A word of 64 bits as an int64."""
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def check_format(how: Fp8Format) -> None:

@@ -100,7 +100,7 @@ def _stripe(address: tl.tensor, index: tl.tensor, left: tl.tensor, stripe: tl.co
 
 
 @jit
-def _eight_stripes(address: tl.tensor, index: tl.tensor, left: tl.tensor, first: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def eight_stripes(address: tl.tensor, index: tl.tensor, left: tl.tensor, first: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """A thread's words of eight stripes: in one place, for what stands between loads in a program stands between them."""
     return (
         _stripe(address, index, left, first, FAST), _stripe(address, index, left, first + 1, FAST),
@@ -128,10 +128,11 @@ def _add_two(
 
 
 @jit
-def _add_eight(
+def add_eight(
     even: tl.tensor, odd: tl.tensor, word: tl.tensor, seed: tl.tensor, left: tl.tensor,
     w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.tensor, w4: tl.tensor, w5: tl.tensor, w6: tl.tensor, w7: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
+    """Add eight stripes: see `_add_two`."""
     even, odd = _add_two(even, odd, word, seed, left, w0, w1)
     even, odd = _add_two(even, odd, word + 2, seed, left - 2, w2, w3)
     even, odd = _add_two(even, odd, word + 4, seed, left - 4, w4, w5)
@@ -182,11 +183,11 @@ def block_sums(
     block, pair = start + flat // 4, flat % 4
     left = stripes - block * 16
     index = (block * 128 + pair * 2)[:, None] + half[None, :]
-    w0, w1, w2, w3, w4, w5, w6, w7 = _eight_stripes(address, index, left, 0, COPY or ALIGNED)
-    x0, x1, x2, x3, x4, x5, x6, x7 = _eight_stripes(address, index, left, 8, COPY or ALIGNED)
+    w0, w1, w2, w3, w4, w5, w6, w7 = eight_stripes(address, index, left, 0, COPY or ALIGNED)
+    x0, x1, x2, x3, x4, x5, x6, x7 = eight_stripes(address, index, left, 8, COPY or ALIGNED)
     even, odd = u64(left * 0), u64(left * 0)
-    even, odd = _add_eight(even, odd, secret + pair * 2, seed, left, w0, w1, w2, w3, w4, w5, w6, w7)
-    even, odd = _add_eight(even, odd, secret + pair * 2 + 8, seed, left - 8, x0, x1, x2, x3, x4, x5, x6, x7)
+    even, odd = add_eight(even, odd, secret + pair * 2, seed, left, w0, w1, w2, w3, w4, w5, w6, w7)
+    even, odd = add_eight(even, odd, secret + pair * 2 + 8, seed, left - 8, x0, x1, x2, x3, x4, x5, x6, x7)
     both = tl.join(even, odd).to(tl.int64, bitcast=True)
     out = ((first + block) * 8 + pair * 2)[:, None] + half[None, :]
     tl.store(sums + out, both, mask=(left > 0)[:, None] & (half < 2)[None, :])

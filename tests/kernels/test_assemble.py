@@ -25,8 +25,8 @@ QUICK = [Phase.explicit, Phase.reuse, Phase.generate]
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def leaves_of(nbytes: int, uid: int) -> Leaves:
-    return Leaves(item_uid=uid, first=uid % 3, blocks=1, block_nbytes=nbytes, leaf_nbytes=LEAF)
+def leaves_of(nbytes: int, uid: int, leaf_nbytes: int = LEAF) -> Leaves:
+    return Leaves(item_uid=uid, first=uid % 3, blocks=1, block_nbytes=nbytes, leaf_nbytes=leaf_nbytes)
 
 
 def aligned(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Layout:
         self.nbytes += -(-nbytes // 256) * 256
         return at
 
-    def add(self, whole: torch.Tensor, pieces: Sequence[Piece], to: torch.dtype | Fp8Format) -> None:
+    def add(self, whole: torch.Tensor, pieces: Sequence[Piece], to: torch.dtype | Fp8Format, leaf_nbytes: int = LEAF) -> None:
         """``whole``: the content that the pieces make up."""
         how = to if isinstance(to, Fp8Format) else None
         dtype = torch.float8_e4m3fn if how else to
@@ -64,7 +64,7 @@ class Layout:
         if how is not None:
             quantized = Quantized(how=how, scale_offset=places[1], scale_leaves=leaves_of(contents[1].nbytes, uid // 2))
         shape = (whole.shape[0], whole.shape[1])
-        leaves = leaves_of(contents[0].nbytes, uid)
+        leaves = leaves_of(contents[0].nbytes, uid, leaf_nbytes)
         self.parts.append(
             Part(offset=places[0], shape=shape, dtype=dtype, pieces=tuple(pieces), leaves=leaves, quantized=quantized)
         )
@@ -115,6 +115,64 @@ def test_quantized_at_edges(kernels, name: str, rows: int) -> None:
     for columns, dtype in ((1, torch.float32), (64, torch.bfloat16), (130, torch.float16)):
         whole = values(rows, columns, dtype, kernels.device, rows + columns)
         layout.add(whole, [Piece(view=View.of(whole))], parse_format(name))
+    layout.check(kernels)
+
+
+BLOCKS = ["fp8_e4m3:128x128", "fp8_e4m3:128x128:pow2", "fp8_e4m3:64x64"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "leaf_rows"), [(1, 1024, 32), (127, 1024, 1000), (128, 2048, 64), (129, 1024, 32), (192, 2048, 128)]
+)
+def test_wide_blocks_are_quantized_and_hashed_in_one_pass(kernels, rows: int, columns: int, leaf_rows: int) -> None:
+    layout = Layout()
+    for name, dtype in zip(BLOCKS, (torch.bfloat16, torch.float16, torch.float32), strict=True):
+        whole = values(rows, columns, dtype, kernels.device, rows + columns)
+        layout.add(whole, [Piece(view=View.of(whole))], parse_format(name), leaf_rows * columns)
+    assert all(kernels.tables.can_hash_by_strips(part) for part in layout.parts)
+    layout.check(kernels)
+
+
+@given(data=st.data())
+@settings(max_examples=5, phases=QUICK)
+def test_any_matrices_in_strips(interpreted, data) -> None:
+    """Beside others in the same bucket, held in wider ones, with leaves of any number of rows."""
+    layout = Layout()
+    for number in range(data.draw(st.integers(1, 2))):
+        rows, columns = data.draw(st.integers(1, 260)), data.draw(st.sampled_from([1024, 2048, 3072]))
+        dtype, leaf_rows = data.draw(st.sampled_from(FLOATS)), data.draw(st.integers(1, 300))
+        whole = values(rows, columns, dtype, interpreted.device, number)
+        view = View.of(strided(whole, data.draw(st.sampled_from([STRIDES[0], STRIDES[-1]]))))
+        layout.add(whole, [Piece(view=view)], parse_format(data.draw(st.sampled_from(BLOCKS))), leaf_rows * columns)
+        assert interpreted.tables.can_hash_by_strips(layout.parts[-1])
+        other = values(3, 40, dtype, interpreted.device, number)
+        layout.add(other, [Piece(view=View.of(other))], data.draw(st.sampled_from([torch.bfloat16, parse_format(FORMATS[0])])))
+    layout.check(interpreted)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("-inf"), -0.0])
+def test_strips_with_groups_that_are_not_finite_and_zeros(kernels, poison: float) -> None:
+    whole = torch.zeros(130, 2048, device=kernels.device)
+    whole[129, 1] = whole[0, 2047] = poison
+    whole[3, 139] = 1e-30
+    layout = Layout()
+    layout.add(whole, [Piece(view=View.of(whole))], parse_format(BLOCKS[0]))
+    assert kernels.tables.can_hash_by_strips(layout.parts[0])
+    layout.check(kernels)
+
+
+def test_what_does_not_go_by_strips(kernels) -> None:
+    whole, how = values(32, 1024, torch.bfloat16, kernels.device, 1), parse_format(BLOCKS[0])
+    halves = [Piece(view=View.of(whole[:16])), Piece(view=View.of(whole[16:]), row=16)]
+    layout = Layout()
+    layout.add(whole, halves, how)
+    layout.add(whole, [Piece(view=View.of(strided(whole, "transposed")))], how)
+    layout.add(whole, [Piece(view=View.of(whole))], how, 3000)
+    layout.add(whole, [Piece(view=View.of(whole))], parse_format("fp8_e4m3:channel"))
+    layout.add(whole, [Piece(view=View.of(whole))], parse_format("fp8_e4m3:32x32"))
+    narrow = whole[:, :640].contiguous()
+    layout.add(narrow, [Piece(view=View.of(narrow))], how)
+    assert not any(kernels.tables.can_hash_by_strips(part) for part in layout.parts)
     layout.check(kernels)
 
 

@@ -30,8 +30,11 @@ def ptx(kernel, capability: int, warps: int = 4, **constants) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {"leaves": "*i64", "unit_leaf": "*i32", "secret": "*i64", "sums": "*i64", "total": "*i64",
-             "pieces": "*i64", "piece_of": "*i32", "absmax": "*i32", "base": "i64", "source": "i64", "dest": "i64"}  # fmt: skip
+    types = {
+        "leaves": "*i64", "unit_leaf": "*i32", "secret": "*i64", "sums": "*i64", "total": "*i64", "strips": "*i64",
+        "strip_of": "*i32", "pieces": "*i64", "piece_of": "*i32", "absmax": "*i32", "base": "i64", "source": "i64",
+        "dest": "i64",
+    }  # fmt: skip
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(
@@ -93,6 +96,22 @@ def test_block_sums(capability: int, copied: bool, aligned: bool, strided: bool)
     assert wides == 16 * ((aligned or copied) + (copied and aligned)), "all stripes, and all that is copied"
     assert wide(text, WIDE_STORE) == copied
     assert "shfl" not in text, "threads have nothing to tell each other"
+
+
+@pytest.mark.parametrize(("capability", "source", "pow2"), [(80, 1, False), (90, 0, True), (90, 1, False), (90, 2, False)])
+def test_strips(capability: int, source: int, pow2: bool) -> None:
+    """Nothing is lost by doing both: as wide as the kernels that it is made of, and no more said between threads."""
+    from syncline.stages.kernels import strips, tiles
+
+    constants = {"FROM": source, "ROWS": 128, "COLUMNS": 128, "POW2": pow2, "STEPS": 0 if pow2 else 2}
+    constants["HARDWARE"] = capability == 90
+    text = ptx(strips.quantize_strips, capability, 8, **constants)
+    groups = {"GROUP_ROWS": 128, "GROUP_COLUMNS": 128, "WHOLE": True, "VECTOR": True}
+    alone = ptx(tiles.quantize_tiles, capability, 8, **constants, **groups)
+    for instruction in ("ld.global.v4.b32", "st.global.v4.b32", "shfl", "div.rn.f32"):
+        assert text.count(instruction) == alone.count(instruction), instruction
+    assert text.count("ld.global.v2.b64") == 16, "all stripes of a thread's hash block"
+    assert "st.global.b8" not in text
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -13,6 +13,8 @@ from hypothesis import given, strategies as st
 from syncline.scheduler.formats import Fp8Format
 from syncline.scheduler.programs import Leaves
 from syncline.stages.kernels import reference
+from syncline.stages.kernels.language import jit, tl
+from syncline.stages.kernels.rounding import bits_of, largest_of, reduced
 from syncline.stages.kernels.views import Part, Piece, Quantized, View
 
 NO_LEAVES = Leaves(item_uid=0, first=0, blocks=1, block_nbytes=0, leaf_nbytes=4096)
@@ -175,3 +177,22 @@ def test_random_blocks(kernels, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     matrix = torch.randn(128, 256, generator=generator).to(reference.FLOATS[seed])
     check(kernels, matrix, Fp8Format(grouping="block", pow2=seed == 2))
+
+
+@jit
+def _three_ways(tile: tl.tensor, out: tl.tensor) -> None:
+    value = tl.load(tile + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :])
+    tl.store(out, reduced(value))
+    tl.store(out + 1, largest_of(value))
+    tl.store(out + 2, tl.max(tl.max(bits_of(value) & 0x7FFFFFFF, axis=1), axis=0))
+
+
+@pytest.mark.parametrize("poison", [0.0, -0.0, float("nan"), float("inf"), -3e38])
+def test_the_largest_of_a_tile_is_the_same_by_instructions_and_by_bits(kernels, poison: float) -> None:
+    """The interpreter takes the one, a GPU the other."""
+    tile = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).to(kernels.device)
+    tile[7, 3] = poison
+    out = torch.zeros(3, dtype=torch.int32, device=kernels.device)
+    _three_ways[(1,)](tile, out)
+    expected = tile.abs().max().view(torch.int32).item()
+    assert out.tolist() == [expected] * 3 or (math.isnan(poison) and out.min().item() > 0x7F800000)
