@@ -110,10 +110,12 @@ def _sum_rows(
     half = tl.arange(0, 2)
     row, pair = top + flat // 4, flat % 4
     inside = row < height
+    # of 32 bits: a division of 64 takes a hundred instructions, in every thread
+    short, each = row.to(tl.int32), leaf_rows.to(tl.int32)
     # the last stripe of a leaf is left to `finish_leaves`
-    ends = ((row + 1) % leaf_rows == 0) | (row + 1 == height)
+    ends = ((short + 1) % each == 0) | (row + 1 == height)
     stripes = tl.where(inside, tl.where(ends & (left + _WIDTH == width), 15, 16), 0)
-    seed = u64(tl.load(leaf + row // leaf_rows * _LEAF_FIELDS + 3, mask=inside, other=0))
+    seed = u64(tl.load(leaf + (short // each).to(tl.int64) * _LEAF_FIELDS + 3, mask=inside, other=0))
     index = (row * (width // 8) + left // 8 + pair * 2)[:, None] + half[None, :]
     w0, w1, w2, w3, w4, w5, w6, w7 = eight_stripes(codes, index, stripes, 0, True)
     x0, x1, x2, x3, x4, x5, x6, x7 = eight_stripes(codes, index, stripes, 8, True)
