@@ -154,13 +154,13 @@ def _tables_of(parts: Sequence[Part | Moved | Hashed], *, verify: bool) -> Table
             _add_moved(tables, part, verify=verify)
             continue
         whole = _whole(part)
-        hashed = False
+        if verify and can_hash_by_strips(part):
+            tables.add_strips(part)
+            _, scales = contents_of(part)
+            tables.add_leaves(*scales)
+            continue
         if part.quantized is not None:
-            hashed = verify and can_hash_by_strips(part)
-            if hashed:
-                tables.add_strips(part)
-            else:
-                tables.add_quantized(part)
+            tables.add_quantized(part)
         elif verify and (piece := _only_piece(part)) and can_copy_by_leaves(piece, whole, part.leaves):
             tables.add_leaves(whole, part.leaves, piece)
             continue
@@ -168,7 +168,7 @@ def _tables_of(parts: Sequence[Part | Moved | Hashed], *, verify: bool) -> Table
             for piece_ in part.pieces:
                 tables.add_copy(piece_.view, part.place(piece_))
         if verify:
-            for content, leaves in contents_of(part)[hashed:]:
+            for content, leaves in contents_of(part):
                 tables.add_leaves(content, leaves)
     return tables
 

@@ -177,6 +177,25 @@ def quotient(minus: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor, STEPS: t
 
 
 @jit
+def codes_of(minus: tl.tensor, scale: tl.tensor, STEPS: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """e4m3 codes (uint8) of ``-minus / scale``; see `quotient`.
+
+    ``HARDWARE``: round with the GPU's own conversion, which has the same results on finite values.
+    """
+    result = quotient(minus, scale, tl.div_rn(scale * 0.0 - 1.0, scale), STEPS)
+    if HARDWARE:
+        return result.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return encode_e4m3(result).to(tl.uint8)
+
+
+@jit
+def stored_scale(scale: tl.tensor, largest: tl.tensor) -> tl.tensor:
+    """What is stored as the scale of a group with this largest magnitude."""
+    return tl.where(largest < INFINITY, scale, float_of(largest * 0 + NAN))
+
+
+@jit
 def scale_of(absmax: tl.tensor, POW2: tl.constexpr) -> tl.tensor:
     """Float32 scales from the bits of absmax (int32). Groups that are not finite get one as if they were zeros."""
     finite = tl.where(absmax < INFINITY, absmax, 0)

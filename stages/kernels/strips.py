@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .language import constant, jit, tl
 from .mixing import u64
-from .rounding import INFINITY, NAN, bits_of, encode_e4m3, float_of, largest_of, load_float32, pointer_to, quotient, scale_of
+from .rounding import INFINITY, bits_of, codes_of, float_of, largest_of, load_float32, pointer_to, scale_of, stored_scale
 from .xxh3 import BLOCK, LEAF_FIELDS, add_eight, eight_stripes
 
 STRIP_FIELDS = 11
@@ -86,12 +86,8 @@ def _quantize_strip(
         minus = float_of(bits_of(value) ^ _SIGN)
         largest = largest_of(minus)
         scale = scale_of(largest, POW2)
-        tl.store(scale_at + block, tl.where(largest < INFINITY, scale, float_of(largest * 0 + NAN)))
-        result = quotient(minus, scale, tl.div_rn(scale * 0.0 - 1.0, scale), STEPS)
-        if HARDWARE:
-            code = result.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            code = encode_e4m3(result).to(tl.uint8)
+        tl.store(scale_at + block, stored_scale(scale, largest))
+        code = codes_of(minus, scale, STEPS, HARDWARE)
         to = pointer_to(codes, tl.uint8, True) + (rows * width)[:, None] + columns[None, :]
         tl.store(to, code, mask=mask)
         if largest >= INFINITY:

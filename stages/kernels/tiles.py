@@ -16,16 +16,15 @@ from .language import constant, jit, tl
 from .rounding import (
     INFINITY,
     MAGNITUDE,
-    NAN,
     bits_of,
-    encode_e4m3,
+    codes_of,
     float_of,
     largest_of,
     load_float32,
     pointer_to,
-    quotient,
     scale_of,
     store_rounded,
+    stored_scale,
 )
 
 PIECE_FIELDS = 18
@@ -212,7 +211,7 @@ def quantize_tiles(
         largest = largest_of(minus)
         group = (row + tl.maximum(top, 0)) // GROUP_ROWS * groups_across + column // GROUP_COLUMNS
         scale = scale_of(largest, POW2)
-        tl.store(scales + group, _written(scale, largest))
+        tl.store(scales + group, stored_scale(scale, largest))
         odd = largest
     else:
         present = (rows >= 0) & (rows < height)
@@ -225,23 +224,13 @@ def quantize_tiles(
             off_above = off_above % GROUP_ROWS
         if GROUP_COLUMNS > 0:
             off_left = off_left % GROUP_COLUMNS
-        tl.store(scales + group, _written(scale, largest), mask=present & (off_above + off_left == 0))
+        tl.store(scales + group, stored_scale(scale, largest), mask=present & (off_above + off_left == 0))
         odd = tl.max(largest, axis=0)
         largest, scale = largest[:, None], scale[:, None]
-    result = quotient(minus, scale, tl.div_rn(scale * 0.0 - 1.0, scale), STEPS)
-    if HARDWARE:
-        code = result.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        code = encode_e4m3(result).to(tl.uint8)
+    code = codes_of(minus, scale, STEPS, HARDWARE)
     codes = pointer_to(write, tl.uint8, VECTOR) + _offsets(rows, columns, write_down, write_across, VECTOR)
     tl.store(codes, code, mask=mask)
     if odd >= INFINITY:
         # a group that is not finite: rare, so that others do not pay for it
         tl.debug_barrier()
         tl.store(codes, tl.full([ROWS, COLUMNS], 0x7F, tl.uint8), mask=mask & (largest >= INFINITY))
-
-
-@jit
-def _written(scale: tl.tensor, largest: tl.tensor) -> tl.tensor:
-    """What is stored as the scale of a group."""
-    return tl.where(largest < INFINITY, scale, float_of(largest * 0 + NAN))

@@ -307,9 +307,7 @@ class CudaIpcHalf:
         self._finish()
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        for bringing in self._coming.values():
-            bringing.cancel()
-        self._coming.clear()
+        self._call_off()
         for owner in self._owners.values():
             owner.close()
         _ = self._watch.close()
@@ -327,10 +325,14 @@ class CudaIpcHalf:
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Launched:
         return Launched(self._runtime.copy(pairs), lambda: 0, pairs)
 
-    def _finish(self) -> None:
+    def _call_off(self) -> None:
+        """Nobody asks for what is being brought ahead any more; copies under way are held to their end."""
         for bringing in self._coming.values():
             bringing.cancel()
         self._coming.clear()
+
+    def _finish(self) -> None:
+        self._call_off()
         self._over.append(self._key)
         for owner in self._owners.values():
             owner.end(self._key)
