@@ -186,6 +186,7 @@ class Trainer(Worker):
             "spans": [[[span.stage, span.task, span.start, span.end] for span in spans] for spans in report.trace.ranks]
             if report.trace
             else [],
+            "clock_errors": [rank.clock_error_s for rank in report.trace.details] if report.trace else [],
         }
 
     async def do_close(self) -> None:
