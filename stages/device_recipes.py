@@ -147,7 +147,7 @@ def _build(task: SourceTask, bench: Bench, *, owner: bool) -> DeviceRecipe:
         sizes = tuple(-1 if one.kernels is None else one.message.nbytes for one in packings)
         return DeviceRecipe(
             task=task,
-            layout=Layout.of(staging, sizes, 0),
+            layout=Layout.of(staging, sizes, None),
             uploads=uploads,
             kernels=None,
             packings=packings,

@@ -94,7 +94,7 @@ def _build(task: SourceTask, owner: bool, buffers: Sequence[torch.Tensor], files
         assembly = Assembly(task, local, from_staging, buffers, layout.messages)
         return Recipe(task=task, layout=layout, from_files=from_files, assembly=assembly, packings=())
     packings = tuple(_packing(message, staged, buffers) for message in task.sends)
-    layout = Layout.of(file_nbytes, tuple(p.message.nbytes if p.packed else -1 for p in packings), 0)
+    layout = Layout.of(file_nbytes, tuple(p.message.nbytes if p.packed else -1 for p in packings), None)
     return Recipe(task=task, layout=layout, from_files=from_files, assembly=None, packings=packings)
 
 

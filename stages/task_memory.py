@@ -1,7 +1,9 @@
 """What a task holds while it is in flight: its bucket, its messages, its copies out of mapped files.
 
-All that a task needs of the rank's private memory is asked for in one request, sized before: a task never waits for more
-while it already holds some, so tasks that wait can't block each other.
+Everything is asked for at once, when the task's first stage starts: one request to the rank's private memory, sized before,
+and one to the transport in whose memory the bucket has to lie. First stages start in plan order and each of the two serves its
+requests in order, so what a task waits for is only ever held by earlier ones, which can go on without it. Asked for later, the
+bucket's memory could go to tasks behind it, which are not sent before it is.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class Layout(NamedTuple):
         messages: start of each message's memory, -1 for one that needs none.
         bucket: start of the bucket if it is taken from private memory.
         without_bucket, with_bucket: bytes in all.
+        assembles: the rank makes the bucket; others contribute to it.
     """
 
     files: int
@@ -36,15 +39,18 @@ class Layout(NamedTuple):
     bucket: int
     without_bucket: int
     with_bucket: int
+    assembles: bool
 
     @classmethod
-    def of(cls, files: int, messages: tuple[int, ...], bucket: int) -> Layout:
-        """Cut memory for ``files`` bytes, ``messages`` (bytes of each, -1 for one that needs none) and a ``bucket``."""
+    def of(cls, files: int, messages: tuple[int, ...], bucket: int | None) -> Layout:
+        """Cut memory for ``files`` bytes, ``messages`` (bytes of each, -1 for one that needs none) and, on its owner, a
+        ``bucket``.
+        """
         at, starts = aligned(files), []
         for nbytes in messages:
             starts.append(-1 if nbytes < 0 else at)
             at += aligned(max(nbytes, 0))
-        return cls(files, tuple(starts), at, at, at + aligned(bucket))
+        return cls(files, tuple(starts), at, at, at + aligned(bucket or 0), bucket is not None)
 
 
 class Holding:
@@ -118,23 +124,24 @@ class TaskMemory:
         return len(self._holdings)
 
     async def claim(self, key: Key, task: SourceTask, layout: Layout) -> Holding:
-        """The task's private memory, waiting for it if need be. Claimed once; later calls return the same holding."""
+        """Ask for all that the task needs, and wait for its private memory. Later calls return the same holding."""
         holding = self._holdings.get(key)
         if holding is None:
             holding = self._holdings[key] = Holding(layout)
             nbytes = self._private_nbytes(task, layout)
             if nbytes:
                 holding.private = self.pool.acquire(nbytes)
+            home = self._home(task)
+            if home is not None and layout.assembles:
+                holding.shared = home.claim(task)
         if holding.private is not None:
             await holding.private
         return holding
 
     async def claim_bucket(self, key: Key, task: SourceTask) -> None:
-        """Then, on the owner, the bucket: in the memory of the transport that needs it there, else in private memory."""
+        """Then, on the owner, wait for the bucket's: of the transport that needs it there, else it lies in private memory."""
         holding = self._holdings[key]
-        home = self._home(task)
-        if home is not None:
-            holding.shared = home.claim(task)
+        if holding.shared is not None:
             holding.bucket = (await holding.shared).memory
         elif holding.private is not None:
             start = holding.layout.bucket

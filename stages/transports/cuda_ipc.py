@@ -41,7 +41,7 @@ EVENTS = 16
 """Buckets that may be under way at once."""
 
 NO_EVENT = 2**64 - 1
-"""In place of a slot: nothing was launched for the bucket."""
+"""In place of a slot: nothing was launched that writes the bucket."""
 
 VERSION = 2
 
@@ -101,21 +101,18 @@ class _Place:
     """Implements `Loan`: a bucket's place in the ring, and its event.
 
     Attributes:
+        offset: where in the ring.
         slot: of the event that says since when the bucket is there; `NO_EVENT` if it needs none.
     """
 
-    def __init__(self, buffer: Buffer | None, memory: torch.Tensor, use: Use, slots: Slots, record: Callable[[], None]) -> None:
-        self.memory = memory
+    def __init__(self, buffer: Buffer, use: Use, slots: Slots, record: Callable[[], None]) -> None:
+        self.memory = buffer.memory
+        self.offset = buffer.offset
         self.slot = NO_EVENT
         self._use = use
         self._buffer = buffer
         self._slots = slots
         self._record = record
-
-    @property
-    def offset(self) -> int:
-        """Where in the ring."""
-        return 0 if self._buffer is None else self._buffer.offset
 
     def launched(self) -> None:
         self._record()
@@ -123,8 +120,23 @@ class _Place:
 
     def release(self) -> None:
         self._slots.release(self._use)
-        if self._buffer is not None:
-            self._buffer.release()
+        self._buffer.release()
+
+
+class _Nowhere:
+    """Implements `Loan` for a task that is lent as a whole: no bytes, and no event, since nothing writes it."""
+
+    offset = 0
+    slot = NO_EVENT
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def launched(self) -> None:
+        """Kernels that only read what is lent have been launched."""
+
+    def release(self) -> None:
+        """There is nothing to give back."""
 
 
 class CudaIpcSender:
@@ -176,8 +188,8 @@ class CudaIpcSender:
         self._pool: BufferPool | None = None
         self._slots = Slots(EVENTS)
         self._events: list[Any] = []
-        self._loans: dict[int, _Place] = {}
-        self._nothing = torch.empty(0, dtype=torch.uint8, device=runtime.device)
+        self._loans: dict[int, _Place | _Nowhere] = {}
+        self._nowhere = _Nowhere(runtime.device)
         self._shown: tuple[Place, list[EventHandle], dict[int, list[LentSegment]]] | None = None
         self._closed = False
 
@@ -226,17 +238,18 @@ class CudaIpcSender:
         return {}
 
     def claim(self, task: SourceTask) -> Signal[Loan]:
-        """Room in the ring and an event. A task that is lent as a whole gets memory of no bytes: nothing is written for it."""
+        """Room in the ring, then an event. For a task that is lent as a whole neither, whatever others wait for: it must not
+        hold an event while it waits to be sent behind one that has none yet.
+        """
         loan: Signal[Loan] = Signal()
         if self._pool is None or self._closed:
             loan.fail(TransportError(f"task {task.index}: there is no ring: no link was offered yet, or the sender is closed"))
-            return loan
-        nbytes = 0 if task.index in self._whole else task.nbytes
-        if not nbytes:
-            self._with_event(task, None, loan)
-            return loan
-        room = self._pool.acquire(nbytes)
-        _when(room, lambda: loan.fail(room.error) if room.error else self._with_event(task, room.result, loan))
+        elif task.index in self._whole:
+            self._loans[task.index] = self._nowhere
+            loan.set(self._nowhere)
+        else:
+            room = self._pool.acquire(task.nbytes)
+            _when(room, lambda: loan.fail(room.error) if room.error else self._with_event(task, room.result, loan))
         return loan
 
     def send(
@@ -305,23 +318,21 @@ class CudaIpcSender:
         except TimeoutError:
             return
 
-    def _with_event(self, task: SourceTask, buffer: Buffer | None, loan: Signal[Loan]) -> None:
+    def _with_event(self, task: SourceTask, buffer: Buffer, loan: Signal[Loan]) -> None:
         slot = self._slots.acquire()
 
         def lend() -> None:
             if slot.error is not None:
-                if buffer is not None:
-                    buffer.release()
+                buffer.release()
                 loan.fail(slot.error)
                 return
-            memory = self._nothing if buffer is None else buffer.memory
             record = partial(self._runtime.record, self._events[slot.result.slot])
-            place = self._loans[task.index] = _Place(buffer, memory, slot.result, self._slots, record)
+            place = self._loans[task.index] = _Place(buffer, slot.result, self._slots, record)
             loan.set(place)
 
         _when(slot, lend)
 
-    def _notify(self, receiver: ReceiverId, task: SourceTask, place: _Place) -> Signal[None]:
+    def _notify(self, receiver: ReceiverId, task: SourceTask, place: _Place | _Nowhere) -> Signal[None]:
         signal: Signal[None] = Signal()
         link = self._links.get(receiver)
         if link is None or not link.channel.is_open:
