@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -60,8 +61,14 @@ class Shares:
     ring: int
 
     @classmethod
-    def of(cls, recipes: Collection[DeviceRecipe], watermark: int, in_place: Collection[ReceiverId]) -> Shares:
-        """``in_place``: receivers for which buckets are assembled in the ring.
+    def of(
+        cls, recipes: Collection[DeviceRecipe], watermark: int, in_place: Collection[ReceiverId], *, in_flight: int = 6
+    ) -> Shares:
+        """In proportion to what ``in_flight`` tasks need of each: few that are large count as much as they take up.
+
+        Args:
+            in_place: receivers for which buckets are assembled in the ring.
+            in_flight: tasks that the stages may have at once.
 
         Raises:
             PlanError: the largest bucket and the most that a task needs beside it do not fit.
@@ -73,8 +80,10 @@ class Shares:
             rings.append(0 if not ringed or recipe.lent_whole else aligned(recipe.task.nbytes))
             privates.append(recipe.layout.without_bucket if ringed else recipe.layout.with_bucket)
         ring, private = sum(rings), sum(privates)
-        share = watermark * ring // (ring + private) if ring + private > watermark else ring
-        ring = max(min(share, watermark - max(privates)), *rings)
+        if ring + private > watermark:
+            most = [sum(heapq.nlargest(in_flight, sizes)) for sizes in (rings, privates)]
+            ring = min(ring, watermark * most[0] // sum(most))
+        ring = max(min(ring, watermark - max(privates)), *rings)
         private = max(min(watermark - ring, private), *privates)
         if ring + private > watermark:
             raise PlanError([_too_much(max(rings), max(privates), watermark)])
@@ -120,7 +129,8 @@ class DeviceRig:
             )  # fmt: skip
             recipes = build_device_recipes(program, bench)
             receivers = {r for task in program.tasks for r in task.receivers if kinds[r.target] == "cuda_ipc"}
-            shares = Shares.of(list(recipes.values()), config.watermark, receivers)
+            in_flight = config.h2d_concurrency + config.prepare_concurrency + config.send_concurrency
+            shares = Shares.of(list(recipes.values()), config.watermark, receivers, in_flight=in_flight)
             pinned = device.pinned(pool_nbytes(recipes))
             private = device.empty(aligned(shares.private))
         except BaseException:

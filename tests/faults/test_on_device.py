@@ -361,6 +361,16 @@ def test_the_ring_and_the_tasks_share_the_watermark():
     assert lent == shares, "no room for what receivers copy from where it lies"
 
 
+def test_few_buckets_beside_many_small_needs_get_room_for_more_than_one():
+    """What is lent needs a little for its digest each: all of it together is more than the few buckets that go by the ring."""
+    lent = [recipe(32 << 20, 2 << 20, lent_whole=True) for _ in range(4400)]
+    ringed = [recipe(32 << 20, 0) for _ in range(40)]
+    shares = device_wiring.Shares.of([*lent, *ringed], 256 << 20, ["r"])
+    assert shares.ring >= 6 * (32 << 20)
+    assert shares.private >= 6 * (2 << 20)
+    assert shares.ring + shares.private <= 256 << 20
+
+
 @pytest.mark.parametrize("ringed", [True, False])
 def test_buckets_and_what_is_needed_beside_them_never_take_more_than_the_watermark(ringed):
     recipes, places = [recipe(900 << 20, 0), recipe(300 << 20, 600 << 20)], ["r"] if ringed else []
