@@ -20,7 +20,7 @@ from syncline.stages.digest import add_digests, bytes_of, digest_bytes, digest_v
 from .language import INSTALLED, INTERPRETED
 from .launches import LIMBS, Program
 from .plain import write_part
-from .tables import Tables, can_copy_by_leaves, can_hash_by_strips
+from .tables import FEWEST_STRIPS, Tables, can_copy_by_leaves, strips_of
 from .views import Hashed, Moved, Part, View
 
 Backend = Literal["auto", "triton", "torch"]
@@ -74,7 +74,7 @@ class BucketKernels:
         self.device = device
         self._verify = verify
         triton = runs_triton(backend, device)
-        self.program = Program(_tables_of(self.parts, verify=verify), device) if triton else None
+        self.program = Program(tables_of(self.parts, verify=verify), device) if triton else None
         self.tmp_nbytes = self.program.tmp_nbytes if self.program is not None else 0
 
     @property
@@ -143,8 +143,10 @@ def _empty(part: Part | Moved | Hashed) -> bool:
     return part.nbytes == 0 if isinstance(part, Moved) else 0 in part.shape
 
 
-def _tables_of(parts: Sequence[Part | Moved | Hashed], *, verify: bool) -> Tables:
+def tables_of(parts: Sequence[Part | Moved | Hashed], *, verify: bool) -> Tables:
+    """What to launch for a bucket's parts; with ``verify`` for their digest, too."""
     tables = Tables()
+    by_strips = verify and sum(strips_of(part) for part in parts if isinstance(part, Part)) >= FEWEST_STRIPS
     for part in parts:
         if isinstance(part, Hashed):
             if verify:
@@ -154,7 +156,7 @@ def _tables_of(parts: Sequence[Part | Moved | Hashed], *, verify: bool) -> Table
             _add_moved(tables, part, verify=verify)
             continue
         whole = _whole(part)
-        if verify and can_hash_by_strips(part):
+        if by_strips and strips_of(part):
             tables.add_strips(part)
             _, scales = contents_of(part)
             tables.add_leaves(*scales)

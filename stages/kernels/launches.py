@@ -11,7 +11,7 @@ import torch
 from . import strips, tiles, xxh3, xxh3_short
 from .language import INTERPRETED
 from .mixing import ACCUMULATORS, SECRET
-from .tables import UNIT, CopyKind, LeafKind, Pieces, QuantizeKind, StripKind, Tables
+from .tables import UNIT, CopyKind, LeafKind, Pieces, QuantizeKind, StripKind, Strips, Tables
 
 LIMBS = 4
 """A digest on a device: int64 values that each count one 32-bit limb of the sum, least first."""
@@ -195,7 +195,7 @@ def _hashing(tables: Tables, device: torch.device) -> list[Launch]:
         secret = _words([*words, *ACCUMULATORS], device)
         leaves = _padded(tables.long, _LEAVES_EACH).to(device)
         for strip_kind, matrices in tables.strips.items():
-            launches.append(_strips(strip_kind, matrices, tables.strip_counts[strip_kind], leaves, secret))
+            launches.append(_strips(strip_kind, matrices, leaves, secret))
         for kind, units in tables.units.items():
             unit_leaf = torch.tensor(units, dtype=torch.int32, device=device)
             launches.append(_block_sums(leaves, unit_leaf, secret, kind))
@@ -227,21 +227,21 @@ def _block_sums(leaves: torch.Tensor, unit_leaf: torch.Tensor, secret: torch.Ten
     return Launch(xxh3.block_sums, grid, arguments, constants)
 
 
-def _strips(
-    kind: StripKind, matrices: Sequence[Sequence[int]], counts: Sequence[int], leaves: torch.Tensor, secret: torch.Tensor
-) -> Launch:
+def _strips(kind: StripKind, matrices: Strips, leaves: torch.Tensor, secret: torch.Tensor) -> Launch:
     device = leaves.device
     constants = {
         "FROM": kind.source, "ROWS": kind.block[0], "COLUMNS": kind.block[1], "POW2": kind.pow2,
         "STEPS": 0 if kind.pow2 else 2, "HARDWARE": _converts(device),
+        # also for small blocks: hash blocks of a strip's rows need as many threads, whatever the size of the others
+        "num_warps": _MOST_WARPS, "maxnreg": _REGISTERS,
     }  # fmt: skip
-    table = torch.tensor(matrices, dtype=torch.int64, device=device)
-    of = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)).to(device)
+    table = torch.tensor(matrices.rows, dtype=torch.int64, device=device)
+    of = matrices.matrix_of().to(device)
 
     def arguments(memory: Memory) -> tuple[Any, ...]:
         return memory.source, memory.dest, table, of, leaves, secret, memory.sums
 
-    return Launch(strips.quantize_strips, (len(of),), arguments, {**constants, **_in_registers(constants)})
+    return Launch(strips.quantize_strips, (len(of),), arguments, constants)
 
 
 def _finish(leaves: torch.Tensor, secret: torch.Tensor) -> Launch:

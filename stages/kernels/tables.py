@@ -31,6 +31,11 @@ SHEET = (32, 128)
 UNIT = 32
 """Blocks of a leaf for each program that adds them up."""
 
+FEWEST_STRIPS = 512
+"""Strips of a bucket (64 MiB of codes, in rows of blocks of 128) below which quantizing and hashing are two launches: fewer
+do not fill a GPU that has two a multiprocessor, and codes that fit the cache are still there when the second launch reads them.
+"""
+
 
 class CopyKind(NamedTuple):
     """Copies that share a launch. ``nbytes`` is the size of an element whose bits are moved, 0 for a cast."""
@@ -95,6 +100,25 @@ class Pieces:
         return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), counts)
 
 
+@dataclass(slots=True)
+class Strips:
+    """Rows for `strips.STRIP_FIELDS`, and how many strips each matrix has."""
+
+    rows: list[list[int]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, fields: Sequence[int], leaves: Sequence[int], count: int) -> None:
+        """A matrix of ``count`` strips: the fields before and after the number of its first one."""
+        self.rows.append([*fields, self.count, *leaves])
+        self.counts.append(count)
+        self.count += count
+
+    def matrix_of(self) -> torch.Tensor:
+        """The matrix of each strip (int32)."""
+        return torch.repeat_interleave(torch.arange(len(self.counts), dtype=torch.int32), torch.tensor(self.counts))
+
+
 def _side(view: View) -> list[int]:
     address, relative = view.place
     return [address, int(relative), view.strides[0] if view.shape[0] > 1 else 0, view.strides[1]]
@@ -114,8 +138,7 @@ class Tables:
         self.copies: defaultdict[CopyKind, Pieces] = defaultdict(Pieces)
         self.returns: defaultdict[CopyKind, Pieces] = defaultdict(Pieces)
         self.quantize: defaultdict[QuantizeKind, Pieces] = defaultdict(Pieces)
-        self.strips: defaultdict[StripKind, list[list[int]]] = defaultdict(list)
-        self.strip_counts: defaultdict[StripKind, list[int]] = defaultdict(list)
+        self.strips: defaultdict[StripKind, Strips] = defaultdict(Strips)
         self.groups = 0
         self.long: list[list[int]] = []
         self.short: list[list[int]] = []
@@ -154,18 +177,25 @@ class Tables:
             self.groups += -(-part.shape[0] // how.group(part.shape)[0]) * across
 
     def add_strips(self, part: Part) -> None:
-        """Quantize a part and hash its codes in one pass, where `can_hash_by_strips` says so."""
+        """Quantize a part and hash its codes in one pass: a part that `strips_of` counts strips of."""
         if part.quantized is None:
             raise ValueError("this part is not quantized")
         how, (rows, columns), view = part.quantized.how, part.shape, part.pieces[0].view
         check_format(how)
-        kind = StripKind(_type(view.dtype), how.block, how.pow2)
-        counts, (address, relative) = self.strip_counts[kind], view.place
-        self.strips[kind].append([
-            address, int(relative), view.strides[0] if rows > 1 else 0, part.offset, part.quantized.scale_offset, rows, columns,
-            sum(counts), len(self.long), min(part.leaves.leaf_nbytes // columns, rows), self.blocks,
-        ])  # fmt: skip
-        counts.append(-(-rows // how.block[0]) * (columns // BLOCK))
+        address, relative = view.place
+        self.strips[StripKind(_type(view.dtype), how.block, how.pow2)].add(
+            [
+                address,
+                int(relative),
+                view.strides[0] if rows > 1 else 0,
+                part.offset,
+                part.quantized.scale_offset,
+                rows,
+                columns,
+            ],
+            [len(self.long), min(part.leaves.leaf_nbytes // columns, rows), self.blocks],
+            strips_of(part),
+        )
         for start, stop, seed in leaf_bounds(part.leaves):
             self.long.append([part.offset + start, 1, stop - start, _signed(seed), self.blocks, 0, 0, 0, 0, 0, 0])
             self.blocks += (stop - start) // BLOCK
@@ -229,17 +259,19 @@ def can_copy_by_leaves(read: View, write: View, leaves: Leaves) -> bool:
     return rows and read.place[0] % 16 == 0 and all(stop - start > LONGEST_SHORT for start, stop, _ in leaf_bounds(leaves))
 
 
-def can_hash_by_strips(part: Part) -> bool:
-    """Whether a part can be quantized and hashed in one pass: blocks, of one matrix in rows that line up, so wide that hash
-    blocks do not cross rows, and with leaves of whole rows.
+def strips_of(part: Part) -> int:
+    """How many strips a part has that can be quantized and hashed in one pass: blocks, of one matrix in rows that line up, so
+    wide that hash blocks do not cross rows, and with leaves of whole rows. 0 for any other.
     """
-    quantized, (_, columns), leaves = part.quantized, part.shape, part.leaves
+    quantized, (rows, columns), leaves = part.quantized, part.shape, part.leaves
     if quantized is None or quantized.how.grouping != "block" or len(part.pieces) != 1:
-        return False
+        return 0
     view, (block_rows, block_columns) = part.pieces[0].view, quantized.how.block
-    rows = leaves.blocks == 1 and leaves.leaf_nbytes % columns == 0
+    whole = leaves.blocks == 1 and leaves.leaf_nbytes % columns == 0 and view.shape == part.shape
     fits = columns % BLOCK == 0 and BLOCK % block_columns == 0 and block_rows % HASHED_ROWS == 0
-    return rows and fits and view.shape == part.shape and part.offset % 16 == 0 and _lines_up(view, 0)
+    if not (whole and fits and part.offset % 16 == 0 and _lines_up(view, 0)):
+        return 0
+    return -(-rows // block_rows) * (columns // BLOCK)
 
 
 def _signed(seed: int) -> int:

@@ -43,16 +43,18 @@ def language_patched_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def kernels() -> SimpleNamespace:
+def kernels() -> Iterator[SimpleNamespace]:
     """The kernels' modules, and the device that they run on."""
     pytest.importorskip("triton", reason="this environment has no Triton")
     from syncline.stages.kernels import assemble, land, launches, tables
 
     if not INTERPRET and not torch.cuda.is_available():
         pytest.skip("no GPU; test_interpreter.py runs these in Triton's interpreter")
-    return SimpleNamespace(
-        assemble=assemble, land=land, launches=launches, tables=tables, device=torch.device("cpu" if INTERPRET else "cuda")
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "FEWEST_STRIPS", 1)  # buckets of these tests are small
+        yield SimpleNamespace(
+            assemble=assemble, land=land, launches=launches, tables=tables, device=torch.device("cpu" if INTERPRET else "cuda")
+        )
 
 
 @pytest.fixture(scope="session")

@@ -118,7 +118,7 @@ def test_quantized_at_edges(kernels, name: str, rows: int) -> None:
     layout.check(kernels)
 
 
-BLOCKS = ["fp8_e4m3:128x128", "fp8_e4m3:128x128:pow2", "fp8_e4m3:64x64"]
+BLOCKS = ["fp8_e4m3:128x128", "fp8_e4m3:128x128:pow2", "fp8_e4m3:64x64", "fp8_e4m3:256x16"]
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ BLOCKS = ["fp8_e4m3:128x128", "fp8_e4m3:128x128:pow2", "fp8_e4m3:64x64"]
 )
 def test_wide_blocks_are_quantized_and_hashed_in_one_pass(kernels, rows: int, columns: int, leaf_rows: int) -> None:
     layout = Layout()
-    for name, dtype in zip(BLOCKS, (torch.bfloat16, torch.float16, torch.float32), strict=True):
+    for name, dtype in zip(BLOCKS, (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16), strict=True):
         whole = values(rows, columns, dtype, kernels.device, rows + columns)
         layout.add(whole, [Piece(view=View.of(whole))], parse_format(name), leaf_rows * columns)
-    assert all(kernels.tables.can_hash_by_strips(part) for part in layout.parts)
+    assert all(kernels.tables.strips_of(part) for part in layout.parts)
     layout.check(kernels)
 
 
@@ -144,7 +144,7 @@ def test_any_matrices_in_strips(interpreted, data) -> None:
         whole = values(rows, columns, dtype, interpreted.device, number)
         view = View.of(strided(whole, data.draw(st.sampled_from([STRIDES[0], STRIDES[-1]]))))
         layout.add(whole, [Piece(view=view)], parse_format(data.draw(st.sampled_from(BLOCKS))), leaf_rows * columns)
-        assert interpreted.tables.can_hash_by_strips(layout.parts[-1])
+        assert interpreted.tables.strips_of(layout.parts[-1])
         other = values(3, 40, dtype, interpreted.device, number)
         layout.add(other, [Piece(view=View.of(other))], data.draw(st.sampled_from([torch.bfloat16, parse_format(FORMATS[0])])))
     layout.check(interpreted)
@@ -157,7 +157,21 @@ def test_strips_with_groups_that_are_not_finite_and_zeros(kernels, poison: float
     whole[3, 139] = 1e-30
     layout = Layout()
     layout.add(whole, [Piece(view=View.of(whole))], parse_format(BLOCKS[0]))
-    assert kernels.tables.can_hash_by_strips(layout.parts[0])
+    assert kernels.tables.strips_of(layout.parts[0])
+    layout.check(kernels)
+
+
+@pytest.mark.parametrize(("fewest", "by_strips"), [(5, True), (6, False)])
+def test_few_strips_are_two_launches(kernels, monkeypatch, fewest: int, by_strips: bool) -> None:
+    """A bucket of 2 and 3 strips."""
+    monkeypatch.setattr(kernels.assemble, "FEWEST_STRIPS", fewest)
+    layout = Layout()
+    for rows in (129, 300):
+        whole = values(rows, 1024, torch.bfloat16, kernels.device, rows)
+        layout.add(whole, [Piece(view=View.of(whole))], parse_format(BLOCKS[0]))
+    found = kernels.assemble.tables_of(layout.parts, verify=True)
+    assert [strips.count for strips in found.strips.values()] == ([5] if by_strips else [])
+    assert not kernels.assemble.tables_of(layout.parts, verify=False).strips, "without digests there is nothing to hash"
     layout.check(kernels)
 
 
@@ -172,7 +186,7 @@ def test_what_does_not_go_by_strips(kernels) -> None:
     layout.add(whole, [Piece(view=View.of(whole))], parse_format("fp8_e4m3:32x32"))
     narrow = whole[:, :640].contiguous()
     layout.add(narrow, [Piece(view=View.of(narrow))], how)
-    assert not any(kernels.tables.can_hash_by_strips(part) for part in layout.parts)
+    assert not any(kernels.tables.strips_of(part) for part in layout.parts)
     layout.check(kernels)
 
 
