@@ -97,6 +97,11 @@ class _OnDevice(PathBase, ABC):
         """How many bytes after an aligned address the buckets of a task begin."""
         return 0
 
+    async def settled(self) -> None:
+        await super().settled()
+        if self._lending is not None:
+            await self._lending.settled()
+
     async def close(self) -> None:
         self._ways.clear()  # launches know addresses in the source's memory, which stays open as long as they do
         _ = self._watch.close()  # it goes on asking for launches under way: they hold what they use

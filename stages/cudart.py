@@ -19,6 +19,7 @@ import torch
 
 from .errors import TransportError
 from .ipc import HANDLE_NBYTES, EventHandle, MemoryHandle
+from .launched import Launched, both, failed
 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
@@ -294,13 +295,18 @@ class CudaIpc:
     def record(self, event: Any) -> None:
         event.record(torch.cuda.current_stream(self.device))
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Launched:
         event = torch.cuda.Event()
+        problem: Exception | None = None
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            for destination, source in pairs:
-                destination.copy_(source, non_blocking=True)
+            try:
+                for destination, source in pairs:
+                    destination.copy_(source, non_blocking=True)
+            except Exception as error:  # noqa: BLE001 - told when what was started has ended
+                problem = error
             event.record(self._stream)
-        return event
+        started = Launched(event, lambda: 0, pairs)
+        return started if problem is None else both(started, failed(problem))
 
     def _check_visible(self, wanted: bytes) -> int:
         ordinal = ordinal_of(wanted)

@@ -20,6 +20,7 @@ import torch
 
 from .completions import Signal
 from .errors import TransportError
+from .launched import Launched
 
 HANDLE_NBYTES = 64
 UUID_NBYTES = 16
@@ -111,8 +112,10 @@ class IpcRuntime(Protocol):
         """Record an event of this process behind everything that the calling thread has given its current stream."""
         ...
 
-    def copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Start copying (destination, source) and return an event that is done when all of it is. May block on a CPU."""
+    def copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Launched:
+        """Start copying (destination, source). May block on a CPU. If it fails midway, what was started is under way all the
+        same: the error is told at its end.
+        """
         ...
 
 

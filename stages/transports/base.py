@@ -287,6 +287,10 @@ class Lending(Protocol):
         """
         ...
 
+    async def settled(self) -> None:
+        """Wait until nothing is being copied to landing memory any more, also of pushes that were given up."""
+        ...
+
 
 @runtime_checkable
 class Placing(Protocol):

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from syncline.scheduler.programs import Landing, TargetProgram, TargetTask
 from ..completions import Signal
 from ..errors import TransportError
 from ..ipc import Event, Imports, IpcRuntime
-from ..launched import DONE, Launched, follow
+from ..launched import DONE, follow
 from ..watch import Watch
 from ..workers import Workers, call_in_thread
 from .base import LandingMode, PrivateLease, decode_offer, push_key
@@ -209,6 +210,7 @@ class CudaIpcHalf:
         self._watch = Watch()
         self._places = {task.index: place for place, task in enumerate(program.tasks)}
         self._coming: dict[int, asyncio.Task[torch.Tensor]] = {}
+        self._copying: set[Signal[int]] = set()
         self._key = 0
         self._over: deque[int] = deque(maxlen=_ENDED_PUSHES)
         self._forget: Callable[[int], None] = lambda _rank: None
@@ -273,9 +275,11 @@ class CudaIpcHalf:
         if not self.persistent:
             return bucket
         place = self._landing[task.landing_offset : task.landing_offset + task.nbytes]
-        copying = self._workers.submit(self._copy, _pairs(task, place, bucket, lent))
+        copying = follow(self._workers.submit(self._runtime.copy, _pairs(task, place, bucket, lent)), self._watch)
         del bucket, lent  # the copy holds them until it is done, and then nothing does
-        await follow(copying, self._watch)
+        self._copying.add(copying)
+        copying.subscribe(lambda: self._copying.discard(copying))
+        await copying
         owner.acknowledge(key, task.index)  # raises if the bucket may have been torn meanwhile
         return place
 
@@ -289,6 +293,11 @@ class CudaIpcHalf:
 
     def when_gone(self, forget: Callable[[int], None]) -> None:
         self._forget = forget
+
+    async def settled(self) -> None:
+        while self._copying:
+            with contextlib.suppress(Exception):  # told to whoever wanted the bucket
+                await next(iter(self._copying))
 
     def check(self) -> None:
         for owner in self._owners.values():
@@ -321,9 +330,6 @@ class CudaIpcHalf:
 
     def _gone(self, owner: int) -> None:
         self._forget(owner)
-
-    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Launched:
-        return Launched(self._runtime.copy(pairs), lambda: 0, pairs)
 
     def _call_off(self) -> None:
         """Nobody asks for what is being brought ahead any more; copies under way are held to their end."""
@@ -383,12 +389,16 @@ def _seen(bringing: asyncio.Task[torch.Tensor]) -> None:
 def _pairs(
     task: TargetTask, place: torch.Tensor, bucket: torch.Tensor, lent: Mapping[int, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What is copied to make a whole bucket in ``place``: all of it, or the runs between what is lent, and that."""
+    """What is copied to make a whole bucket in ``place``: all of it, or what is lent, and what lies between as one piece."""
     if not lent:
         return [(place, bucket)] if place.numel() else []
+    spans = sorted((landing.segment.offset, landing.segment.nbytes) for landing in task.landings if landing.segment.nbytes)
     pairs = []
-    for landing in task.landings:
-        at, nbytes = landing.segment.offset, landing.segment.nbytes
-        if nbytes:
-            pairs.append((place[at : at + nbytes], lent[at] if at in lent else bucket[at : at + nbytes]))
+    for alone, run in groupby(spans, lambda span: span[0] in lent):
+        if alone:
+            pairs += [(place[at : at + nbytes], lent[at]) for at, nbytes in run]
+        else:
+            between = list(run)
+            start, stop = between[0][0], sum(between[-1])
+            pairs.append((place[start:stop], bucket[start:stop]))
     return pairs

@@ -17,7 +17,7 @@ import torch
 from syncline.stages.cudart import CudaIpc
 from syncline.stages.errors import TransportError
 from syncline.stages.transports.cuda_ipc import EVENTS, VERSION, CudaIpcOffer, CudaIpcSender
-from syncline.stages.transports.cuda_ipc_receiver import _AHEAD
+from syncline.stages.transports.cuda_ipc_receiver import _AHEAD, _pairs
 
 MODES = ["streamed", "staged"]
 each_mode = pytest.mark.parametrize("landing", MODES)
@@ -100,7 +100,7 @@ async def test_nothing_is_asked_of_the_device_for_a_bucket_that_nothing_was_laun
     assert not source.runtime._held
 
 
-async def test_staged_buckets_are_copied_ahead_and_no_copy_outlives_its_push(world, monkeypatch):
+async def test_staged_buckets_are_copied_ahead_and_called_off_when_their_push_is_over(world, monkeypatch):
     """The device has the next copies before the end of the first was noticed."""
     one = await world(seed=21, transport="cuda_ipc", landing="staged", tensors=30, elements=900)
     (target,) = one.targets.values()
@@ -130,6 +130,22 @@ async def test_staged_buckets_are_copied_ahead_and_no_copy_outlives_its_push(wor
     begun.clear()
     await one.push(1)
     assert begun == tasks, "each once, in plan order"
+
+
+def test_what_lies_between_lent_segments_is_copied_in_one_piece():
+    spans = [(0, 10), (256, 100), (512, 256), (768, 0), (768, 5), (1024, 7), (1280, 9)]
+    landings = [SimpleNamespace(segment=SimpleNamespace(offset=at, nbytes=nbytes)) for at, nbytes in reversed(spans)]
+    task = SimpleNamespace(landings=landings)
+    bucket, place = torch.arange(1289) % 251, torch.full((1289,), -1)
+    lent = {512: torch.full((256,), 300), 1280: torch.full((9,), 301)}
+    pairs = _pairs(task, place, bucket, lent)
+    assert len(pairs) == 4
+    for destination, origin in pairs:
+        destination.copy_(origin)
+    for at, nbytes in spans:
+        assert torch.equal(place[at : at + nbytes], lent.get(at, bucket[at : at + nbytes])[:nbytes])
+    ((_, whole),) = _pairs(task, place, bucket, {})
+    assert whole is bucket
 
 
 async def test_more_buckets_than_events_wait_their_turn(world):

@@ -269,10 +269,9 @@ async def test_a_copy_out_of_the_ring_keeps_it_mapped(bed, monkeypatch):
         runtime = target.half._runtime
 
         def copy(pairs, copy=runtime.copy, device=device):
-            copy(pairs)
-            event = device.event()
+            copied, event = copy(pairs), device.event()
             event.record(None)
-            return event
+            return copied._replace(event=event)
 
         monkeypatch.setattr(runtime, "copy", copy)
     source.fill(1)
@@ -287,9 +286,15 @@ async def test_a_copy_out_of_the_ring_keeps_it_mapped(bed, monkeypatch):
         await half.close(0.05)
     gc.collect()
     assert all(half.handles[1] < half.handles[0] for half in halves)
+    settling = [asyncio.create_task(path.settled()) for path in paths]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not any(settled.done() for settled in settling), "landing memory is still being written"
     for device in slow:
         device.done = float("inf")
     await until(lambda: all(half.handles[0] == half.handles[1] for half in halves))
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*settling)
     sending.cancel()
     await asyncio.gather(sending, return_exceptions=True)
 
