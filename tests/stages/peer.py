@@ -75,11 +75,13 @@ def make_spec(
     shapes: list[list[int]] | None = None,
     device: str = "",
     apart: bool = False,
+    sends: int = 2,
 ) -> dict[str, Any]:
     """A transfer as plain data; everything else follows from it, alike in every process. ``targets``: ranks of each.
 
     ``apart``: targets are on another host, as far as the plan knows, and their ranks pass buckets on to each other.
-    ``device``: buckets pass through memory of that device (``cuda``), while weights stay where they are.
+    ``sends``: tasks in stage ``send`` at once. ``device``: buckets pass through memory of that device (``cuda``), while weights
+    stay where they are.
     """
     random = np.random.default_rng(seed)
     if shapes is None:
@@ -95,7 +97,7 @@ def make_spec(
         "seed": seed, "transport": transport, "landing": landing, "sources": sources, "targets": list(targets),
         "shapes": shapes, "dtypes": dtypes, "bucket_bytes": bucket_bytes, "watermark": watermark, "verify": verify,
         "leaf_bytes": leaf_bytes, "route": route, "cast": cast, "files": files, "device": device,
-        "apart": apart,
+        "apart": apart, "sends": sends,
     }  # fmt: skip
 
 
@@ -269,7 +271,7 @@ class SourceRank:
         self.driver = Driver(
             stages={"h2d": self.h2d, "prepare": self.prepare, "send": _Held(self)},
             barrier=self.barrier,
-            limits=Limits(max_tmp_bytes=spec["watermark"], h2d=2, prepare=2, send=2),
+            limits=Limits(max_tmp_bytes=spec["watermark"], h2d=2, prepare=2, send=spec["sends"]),
             release=self.memory.release,
             drop_target=lambda _target, _at: None,
         )

@@ -22,6 +22,7 @@ from syncline.engine.landing_device import landing_device, make_device_path
 from syncline.engine.loader_thread import LoaderThread
 from syncline.stages.errors import TransportError
 from syncline.stages.transports.cuda_ipc import CudaIpcSender
+from syncline.stages.transports.cuda_ipc_receiver import _AHEAD
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0
@@ -261,19 +262,41 @@ async def test_a_device_has_the_next_buckets_before_it_was_seen_to_be_done_with_
     assert (await receiving).buckets == len(path._route.program.tasks)
 
 
+def copied_late(copy, device):
+    """Copies that are seen to be done when ``device`` says so."""
+
+    def late(pairs):
+        copied, event = copy(pairs), device.event()
+        event.record(None)
+        return copied._replace(event=event)
+
+    return late
+
+
+@pytest.mark.parametrize(("sends", "copies"), [(1, 1), (4, _AHEAD), (8, _AHEAD)])
+async def test_a_device_has_as_many_copies_as_there_are_sends_up_to_a_bound(world, monkeypatch, sends, copies):
+    """Each lasts until its bucket was taken: a source that allows few of them keeps a receiver from working ahead."""
+    wide = {"tensors": 30, "elements": 900, "watermark": 2**20}
+    one = await world(seed=21, transport="cuda_ipc", landing="staged", sends=sends, **wide)
+    (target,) = one.targets.values()
+    device, runtime = SLOW.SlowDevice(free=False), target.half._runtime
+    monkeypatch.setattr(runtime, "copy", copied_late(runtime.copy, device))
+    push = asyncio.create_task(one.push(1))
+    await until(lambda: device.recorded == copies)
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert device.recorded == copies
+    device.done = float("inf")
+    await push
+
+
 async def test_a_copy_out_of_the_ring_keeps_it_mapped(bed, monkeypatch):
     one, paths = await bed("staged", "exposed", lent=True)
     (source,) = one.sources
     slow = [SLOW.SlowDevice(free=False) for _ in one.targets]
     for device, target in zip(slow, one.targets.values(), strict=True):
         runtime = target.half._runtime
-
-        def copy(pairs, copy=runtime.copy, device=device):
-            copied, event = copy(pairs), device.event()
-            event.record(None)
-            return copied._replace(event=event)
-
-        monkeypatch.setattr(runtime, "copy", copy)
+        monkeypatch.setattr(runtime, "copy", copied_late(runtime.copy, device))
     source.fill(1)
     for path in paths:
         await path.begin("push", 30)
