@@ -12,7 +12,7 @@ QUESTION = "The capital of France is"
 QUESTIONS = (QUESTION, "Once upon a time there was", "def fibonacci(n):")
 TOKENS = 16
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,9 @@ async def test_no_answer_is_mixed_and_none_is_lost(replicas, source, well) -> No
 
     async def client(number: int) -> None:
         dice = torch.Generator().manual_seed(number)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        # a connection each: the server closes one that idles for 5 s, which a request may meet on a busy machine
+        alone, limit = aiohttp.TCPConnector(force_close=True), aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(connector=alone, timeout=limit) as session:
             for turn in itertools.count(number):
                 if over.is_set():
                     return
