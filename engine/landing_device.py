@@ -18,7 +18,7 @@ from syncline.scheduler.programs import TargetTask
 from syncline.stages.completions import Signal
 from syncline.stages.device_landing import ALIGNED, DeviceCopies, DeviceDigest, LandingStream
 from syncline.stages.launched import Launched, both, failed, follow, nothing, then
-from syncline.stages.transports.base import Lending
+from syncline.stages.transports.base import AHEAD, Lending
 from syncline.stages.watch import Watch
 
 from .errors import PlanError
@@ -29,11 +29,6 @@ from .messages import Landing
 from .placement import parted, parts_of
 
 P = ParamSpec("P")
-
-_ABREAST = 4
-"""Buckets whose kernels are launched behind one another, where none needs memory of its own and the source has the buckets: so
-many that the device never waits for an end to be noticed.
-"""
 
 ON_DEVICE = frozenset({"cuda_ipc", "nccl"})
 """Transports that bring buckets to device memory."""
@@ -150,7 +145,7 @@ class StreamedOnDevice(_OnDevice):
         if self._lending is not None:
             self._lending.when_gone(self._forget)
             if all(ways.installed is None for ways in self._ways.values()):
-                self._abreast = max(_ABREAST, self._abreast)
+                self._abreast = max(AHEAD, self._abreast)
 
     def _forget(self, owner: int) -> None:
         """Launches know addresses in the memory of source rank ``owner``, which stays mapped as long as they do."""
@@ -229,7 +224,7 @@ class StagedOnDevice(_OnDevice):
         self._digests = {task.index: DeviceDigest(task, stream, shift=self._shift(task)) for task in route.program.tasks}
         self._buckets: dict[int, torch.Tensor] = {}
         if self._lending is not None:
-            self._abreast = max(_ABREAST, self._abreast)
+            self._abreast = max(AHEAD, self._abreast)
 
     async def begin(self, push_id: str, timeout_s: float) -> None:
         self._buckets = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from .language import constant, jit, tl
 from .mixing import u64
 from .rounding import INFINITY, bits_of, codes_of, float_of, largest_of, load_float32, pointer_to, scale_of, stored_scale
-from .xxh3 import BLOCK, LEAF_FIELDS, add_eight, eight_stripes
+from .xxh3 import BLOCK, LEAF_FIELDS, sum_block
 
 STRIP_FIELDS = 11
 """int64 values for each matrix: where it is read (address, is it relative to ``source``, elements from row to row), where its
@@ -101,9 +101,8 @@ def _sum_rows(
     codes: tl.tensor, top: tl.tensor, left: tl.tensor, height: tl.tensor, width: tl.tensor, leaf: tl.tensor,
     leaf_rows: tl.tensor, block: tl.tensor, secret: tl.tensor, sums: tl.tensor,
 ) -> None:  # fmt: skip
-    """Sums of the hash blocks of some rows, by the threads of `xxh3.block_sums`: see there."""
+    """Sums of the hash blocks of some rows."""
     flat = tl.arange(0, _HASHED * 4)
-    half = tl.arange(0, 2)
     row, pair = top + flat // 4, flat % 4
     inside = row < height
     # of 32 bits: a division of 64 takes a hundred instructions, in every thread
@@ -112,12 +111,5 @@ def _sum_rows(
     ends = ((short + 1) % each == 0) | (row + 1 == height)
     stripes = tl.where(inside, tl.where(ends & (left + _WIDTH == width), 15, 16), 0)
     seed = u64(tl.load(leaf + (short // each).to(tl.int64) * _LEAF_FIELDS + 3, mask=inside, other=0))
-    index = (row * (width // 8) + left // 8 + pair * 2)[:, None] + half[None, :]
-    w0, w1, w2, w3, w4, w5, w6, w7 = eight_stripes(codes, index, stripes, 0, True)
-    x0, x1, x2, x3, x4, x5, x6, x7 = eight_stripes(codes, index, stripes, 8, True)
-    even, odd = u64(stripes.to(tl.int64) * 0), u64(stripes.to(tl.int64) * 0)
-    even, odd = add_eight(even, odd, secret + pair * 2, seed, stripes, w0, w1, w2, w3, w4, w5, w6, w7)
-    even, odd = add_eight(even, odd, secret + pair * 2 + 8, seed, stripes - 8, x0, x1, x2, x3, x4, x5, x6, x7)
-    both = tl.join(even, odd).to(tl.int64, bitcast=True)
-    out = ((block + row * (width // _WIDTH) + left // _WIDTH) * 8 + pair * 2)[:, None] + half[None, :]
-    tl.store(sums + out, both, mask=inside[:, None] & (half < 2)[None, :])
+    words, to = row * (width // 8) + left // 8, block + row * (width // _WIDTH) + left // _WIDTH
+    sum_block(codes, words, pair, stripes.to(tl.int64), seed, secret, sums + to * 8, True)

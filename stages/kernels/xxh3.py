@@ -100,7 +100,7 @@ def _stripe(address: tl.tensor, index: tl.tensor, left: tl.tensor, stripe: tl.co
 
 
 @jit
-def eight_stripes(address: tl.tensor, index: tl.tensor, left: tl.tensor, first: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def _eight_stripes(address: tl.tensor, index: tl.tensor, left: tl.tensor, first: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """A thread's words of eight stripes: in one place, for what stands between loads in a program stands between them."""
     return (
         _stripe(address, index, left, first, FAST), _stripe(address, index, left, first + 1, FAST),
@@ -128,7 +128,7 @@ def _add_two(
 
 
 @jit
-def add_eight(
+def _add_eight(
     even: tl.tensor, odd: tl.tensor, word: tl.tensor, seed: tl.tensor, left: tl.tensor,
     w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.tensor, w4: tl.tensor, w5: tl.tensor, w6: tl.tensor, w7: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
@@ -141,14 +141,39 @@ def add_eight(
 
 
 @jit
+def sum_block(
+    address: tl.tensor, word: tl.tensor, pair: tl.tensor, stripes: tl.tensor, seed: tl.tensor, secret: tl.tensor,
+    sums: tl.tensor, FAST: tl.constexpr,
+) -> None:  # fmt: skip
+    """Add up two accumulators of a block in each thread, side by side as the 16 bytes of a stripe that they take.
+
+    Threads have nothing to tell each other, and all that one reads is on its way at once.
+
+    Args:
+        address: address that words are counted from.
+        word: first word of the block.
+        pair: which two accumulators (0 to 3).
+        stripes: whole stripes from the beginning of the block on; none: nothing is stored.
+        sums: where the block's 8 sums go.
+        FAST: what is read is aligned to 16 bytes.
+    """
+    half = tl.arange(0, 2)
+    index = (word + pair * 2)[:, None] + half[None, :]
+    w0, w1, w2, w3, w4, w5, w6, w7 = _eight_stripes(address, index, stripes, 0, FAST)
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eight_stripes(address, index, stripes, 8, FAST)
+    even, odd = u64(stripes * 0), u64(stripes * 0)
+    even, odd = _add_eight(even, odd, secret + pair * 2, seed, stripes, w0, w1, w2, w3, w4, w5, w6, w7)
+    even, odd = _add_eight(even, odd, secret + pair * 2 + 8, seed, stripes - 8, x0, x1, x2, x3, x4, x5, x6, x7)
+    both = tl.join(even, odd).to(tl.int64, bitcast=True)
+    tl.store((sums + pair * 2)[:, None] + half[None, :], both, mask=(stripes > 0)[:, None] & (half < 2)[None, :])
+
+
+@jit
 def block_sums(
     base: tl.int64, source: tl.int64, leaves: tl.tensor, unit_leaf: tl.tensor, secret: tl.tensor, sums: tl.tensor,
     UNIT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, STRIDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Add up the blocks of long leaves, a unit of ``UNIT`` blocks of one leaf for each program.
-
-    A thread has two accumulators of a block, side by side as the 16 bytes of a stripe that they take, and all of the block's
-    stripes: threads have nothing to tell each other, and all that one reads is on its way at once.
+    """Add up the blocks of long leaves, a unit of ``UNIT`` blocks of one leaf for each program: see `sum_block`.
 
     With ``COPY`` the unit is first copied from the leaf's source to its place, which must be aligned to 16 bytes; what is
     hashed is the copy, read back.
@@ -172,7 +197,6 @@ def block_sums(
     start = (unit - tl.load(leaf + 5)) * UNIT
     # the last 1 to 64 bytes are left to `finish_leaves`
     stripes = (nbytes - 1) // 64
-    half = tl.arange(0, 2)
     if COPY:
         came_from = tl.load(leaf + 6) + tl.load(leaf + 7) * source
         if start + UNIT >= (stripes + 15) // 16:
@@ -181,16 +205,7 @@ def block_sums(
         tl.debug_barrier()
     flat = tl.arange(0, UNIT * 4)
     block, pair = start + flat // 4, flat % 4
-    left = stripes - block * 16
-    index = (block * 128 + pair * 2)[:, None] + half[None, :]
-    w0, w1, w2, w3, w4, w5, w6, w7 = eight_stripes(address, index, left, 0, COPY or ALIGNED)
-    x0, x1, x2, x3, x4, x5, x6, x7 = eight_stripes(address, index, left, 8, COPY or ALIGNED)
-    even, odd = u64(left * 0), u64(left * 0)
-    even, odd = add_eight(even, odd, secret + pair * 2, seed, left, w0, w1, w2, w3, w4, w5, w6, w7)
-    even, odd = add_eight(even, odd, secret + pair * 2 + 8, seed, left - 8, x0, x1, x2, x3, x4, x5, x6, x7)
-    both = tl.join(even, odd).to(tl.int64, bitcast=True)
-    out = ((first + block) * 8 + pair * 2)[:, None] + half[None, :]
-    tl.store(sums + out, both, mask=(left > 0)[:, None] & (half < 2)[None, :])
+    sum_block(address, block * 128, pair, stripes - block * 16, seed, secret, sums + (first + block) * 8, COPY or ALIGNED)
 
 
 @jit

@@ -42,6 +42,11 @@ from ..errors import TransportError
 
 LandingMode = Literal["staged", "streamed", "mapped"]
 
+AHEAD = 4
+"""Buckets that a receiver on a device works on at once, as far as they have come: an end is noticed late, and until then the
+device would wait.
+"""
+
 OnLost = Callable[[ReceiverId, TransportError], None]
 """Called on the loop, at most once per link, as soon as a receiver's link is seen to be broken (not after `drop`)."""
 

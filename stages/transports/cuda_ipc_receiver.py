@@ -20,15 +20,12 @@ from ..ipc import Event, Imports, IpcRuntime
 from ..launched import DONE, follow
 from ..watch import Watch
 from ..workers import Workers, call_in_thread
-from .base import LandingMode, PrivateLease, decode_offer, push_key
+from .base import AHEAD, LandingMode, PrivateLease, decode_offer, push_key
 from .channel import Channel, Kind, Message
 from .cuda_ipc import NO_EVENT, VERSION, CudaIpcOffer
 
 _ORDERLY_S = 1.0
 _ENDED_PUSHES = 16  # remembered, so that what was still on its way is recognised
-
-_AHEAD = 4
-"""Buckets that are copied to landing memory at once: the device has the next ones before the end of the first was noticed."""
 
 
 class _Arrived(NamedTuple):
@@ -258,7 +255,7 @@ class CudaIpcHalf:
         if not self.persistent:
             return await self._bring(task)
         place = self._places[task.index]
-        for coming in self._program.tasks[place : place + _AHEAD]:
+        for coming in self._program.tasks[place : place + AHEAD]:
             if coming.index not in self._coming:
                 self._coming[coming.index] = bringing = asyncio.create_task(self._bring(coming))
                 bringing.add_done_callback(_seen)

@@ -16,8 +16,9 @@ import torch
 
 from syncline.stages.cudart import CudaIpc
 from syncline.stages.errors import TransportError
+from syncline.stages.transports.base import AHEAD
 from syncline.stages.transports.cuda_ipc import EVENTS, VERSION, CudaIpcOffer, CudaIpcSender
-from syncline.stages.transports.cuda_ipc_receiver import _AHEAD, _pairs
+from syncline.stages.transports.cuda_ipc_receiver import _pairs
 
 MODES = ["streamed", "staged"]
 each_mode = pytest.mark.parametrize("landing", MODES)
@@ -105,7 +106,7 @@ async def test_staged_buckets_are_copied_ahead_and_called_off_when_their_push_is
     one = await world(seed=21, transport="cuda_ipc", landing="staged", tensors=30, elements=900)
     (target,) = one.targets.values()
     half, tasks = target.half, [task.index for task in target.program.tasks]
-    assert len(tasks) > _AHEAD + 1
+    assert len(tasks) > AHEAD + 1
     begun, done, bring = [], asyncio.Event(), half._bring
 
     async def late(task):
@@ -117,11 +118,11 @@ async def test_staged_buckets_are_copied_ahead_and_called_off_when_their_push_is
     receiving = asyncio.create_task(half.receive(target.program.tasks[0]))
     for _ in range(10):
         await asyncio.sleep(0)
-    assert begun == tasks[:_AHEAD]
+    assert begun == tasks[:AHEAD]
     receiving.cancel()
     await asyncio.gather(receiving, return_exceptions=True)
     ahead = list(half._coming.values())
-    assert len(ahead) == _AHEAD - 1
+    assert len(ahead) == AHEAD - 1
     await half.end(False)
     assert not half._coming
     await asyncio.gather(*ahead, return_exceptions=True)

@@ -21,8 +21,8 @@ from syncline.engine.landing import Route
 from syncline.engine.landing_device import landing_device, make_device_path
 from syncline.engine.loader_thread import LoaderThread
 from syncline.stages.errors import TransportError
+from syncline.stages.transports.base import AHEAD
 from syncline.stages.transports.cuda_ipc import CudaIpcSender
-from syncline.stages.transports.cuda_ipc_receiver import _AHEAD
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0
@@ -243,10 +243,10 @@ async def test_nothing_is_unmapped_while_the_device_works_on_it(bed, family, len
 
 async def test_a_device_has_the_next_buckets_before_it_was_seen_to_be_done_with_the_first(bed, monkeypatch):
     """Launching takes no worker's time, and what ends is noticed late: the device must not wait for that."""
-    slow, ahead = [SLOW.SlowDevice(free=False) for _ in range(2)], landing_device_module._ABREAST
+    slow = [SLOW.SlowDevice(free=False) for _ in range(2)]
     _, (path, _) = await bed("streamed", "exposed", slow=slow)
     assert path._route.workers.count == 1
-    assert len(path._route.program.tasks) > ahead > 1
+    assert len(path._route.program.tasks) > AHEAD > 1
 
     async def receive(task):
         return torch.zeros(task.nbytes, dtype=torch.uint8)
@@ -254,10 +254,10 @@ async def test_a_device_has_the_next_buckets_before_it_was_seen_to_be_done_with_
     monkeypatch.setattr(path._half, "receive", receive)
     monkeypatch.setattr(path._half, "release", lambda task: None)
     receiving = asyncio.create_task(path.receive_all(1, lambda: None))
-    await until(lambda: slow[0].recorded == ahead)
+    await until(lambda: slow[0].recorded == AHEAD)
     for _ in range(100):
         await asyncio.sleep(0)
-    assert slow[0].recorded == ahead, "nor are all launched at once: each may hold memory"
+    assert slow[0].recorded == AHEAD, "nor are all launched at once: each may hold memory"
     slow[0].done = float("inf")
     assert (await receiving).buckets == len(path._route.program.tasks)
 
@@ -273,7 +273,7 @@ def copied_late(copy, device):
     return late
 
 
-@pytest.mark.parametrize(("sends", "copies"), [(1, 1), (4, _AHEAD), (8, _AHEAD)])
+@pytest.mark.parametrize(("sends", "copies"), [(1, 1), (4, AHEAD), (8, AHEAD)])
 async def test_a_device_has_as_many_copies_as_there_are_sends_up_to_a_bound(world, monkeypatch, sends, copies):
     """Each lasts until its bucket was taken: a source that allows few of them keeps a receiver from working ahead."""
     wide = {"tensors": 30, "elements": 900, "watermark": 2**20}
