@@ -76,6 +76,7 @@ class BufferPool:
         self._waiting: deque[tuple[int, Signal[Buffer]]] = deque()
         self._generation = 0
         self._closed: TransportError | None = None
+        self._serving = False
 
     @classmethod
     def private(cls, capacity: int) -> BufferPool:
@@ -110,13 +111,19 @@ class BufferPool:
         self.peak = self.in_use
 
     def _serve(self) -> None:
-        while self._waiting:
-            nbytes, signal = self._waiting[0]
-            offset = self._cut(aligned(nbytes))
-            if offset is None:
-                return
-            self._waiting.popleft()
-            signal.set(self._lend(offset, nbytes))
+        if self._serving:  # whoever was served has given back at once: the loop that serves it goes on with that
+            return
+        self._serving = True
+        try:
+            while self._waiting:
+                nbytes, signal = self._waiting[0]
+                offset = self._cut(aligned(nbytes))
+                if offset is None:
+                    return
+                self._waiting.popleft()
+                signal.set(self._lend(offset, nbytes))
+        finally:
+            self._serving = False
 
     def _lend(self, offset: int, nbytes: int) -> Buffer:
         self._generation += 1

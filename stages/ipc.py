@@ -256,6 +256,7 @@ class Slots:
         self._used: dict[int, int] = {}
         self._waiting: deque[Signal[Use]] = deque()
         self._generation = 0
+        self._serving = False
 
     @property
     def in_use(self) -> int:
@@ -282,8 +283,14 @@ class Slots:
             self._waiting.popleft().fail(TransportError("this sender is closed"))
 
     def _serve(self) -> None:
-        while self._waiting and self._free:
-            self._generation += 1
-            use = Use(self._free.popleft(), self._generation)
-            self._used[use.slot] = use.generation
-            self._waiting.popleft().set(use)
+        if self._serving:  # as in `BufferPool`
+            return
+        self._serving = True
+        try:
+            while self._waiting and self._free:
+                self._generation += 1
+                use = Use(self._free.popleft(), self._generation)
+                self._used[use.slot] = use.generation
+                self._waiting.popleft().set(use)
+        finally:
+            self._serving = False

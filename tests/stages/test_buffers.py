@@ -149,6 +149,20 @@ async def test_a_closed_pool_keeps_no_memory_but_what_is_on_loan():
     assert memory() is None
 
 
+async def test_any_number_of_requests_that_nobody_wants_any_more_are_served_and_given_back():
+    """Of tasks of a push that has failed: each is given back as soon as it is served, which serves the next."""
+    pool = BufferPool.private(256)
+    held = await pool.acquire(256)
+    unwanted = [pool.acquire(256) for _ in range(5000)]
+    for signal in unwanted:
+        signal.subscribe(lambda signal=signal: signal.result.release())
+    wanted = pool.acquire(256)
+    held.release()
+    assert wanted.done
+    wanted.result.release()
+    assert pool.in_use == 0
+
+
 async def test_peak_can_be_reset():
     pool = BufferPool.private(1024)
     for buffer in [await pool.acquire(300), await pool.acquire(300)]:

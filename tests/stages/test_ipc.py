@@ -127,6 +127,19 @@ def test_a_handle_that_leads_nowhere_leaves_the_others_to_be_closed(runtime):
     assert (imports.opened, imports.closed, ended) == (1, 1, [True])
 
 
+async def test_any_number_of_requests_that_nobody_wants_any_more_are_served_and_given_back():
+    slots = Slots(1)
+    held = await slots.acquire()
+    for _ in range(5000):
+        unwanted = slots.acquire()
+        unwanted.subscribe(lambda unwanted=unwanted: slots.release(unwanted.result))
+    wanted = slots.acquire()
+    slots.release(held)
+    assert wanted.done
+    slots.release(wanted.result)
+    assert slots.in_use == 0
+
+
 async def test_slots_are_waited_for_in_order_and_given_back_once():
     slots = Slots(2)
     first, second, third, fourth = (slots.acquire() for _ in range(4))
