@@ -21,6 +21,7 @@ from syncline.stages.device_recipes import Bench, DeviceRecipe, build_device_rec
 from syncline.stages.lanes import Lane
 from syncline.stages.page_locks import PageLocks
 from syncline.stages.task_memory import TaskMemory
+from syncline.stages.transports.cuda_ipc import RING_BUCKETS
 from syncline.stages.watch import Watch
 from syncline.stages.workers import Workers
 
@@ -79,7 +80,7 @@ class Shares:
             ringed = not places.isdisjoint(recipe.task.receivers)
             rings.append(0 if not ringed or recipe.lent_whole else aligned(recipe.task.nbytes))
             privates.append(recipe.layout.without_bucket if ringed else recipe.layout.with_bucket)
-        ring, private = sum(rings), sum(privates)
+        ring, private = min(sum(rings), RING_BUCKETS * max(rings)), sum(privates)
         if ring + private > watermark:
             most = [sum(heapq.nlargest(in_flight, sizes)) for sizes in (rings, privates)]
             ring = min(ring, watermark * most[0] // sum(most))

@@ -306,7 +306,8 @@ class CudaIpc:
                 problem = error
             event.record(self._stream)
         started = Launched(event, lambda: 0, pairs)
-        return started if problem is None else both(started, failed(problem))
+        # without the traceback, which would hold what was to be copied for longer than anybody looks at it
+        return started if problem is None else both(started, failed(problem.with_traceback(None)))
 
     def _check_visible(self, wanted: bytes) -> int:
         ordinal = ordinal_of(wanted)

@@ -37,6 +37,9 @@ from .base import LandingMode, Loan, OnLost, push_key
 from .channel import Channel, Kind, Message
 from .reception import Reception
 
+RING_BUCKETS = 8
+"""Of the largest buckets the ring has room for so many."""
+
 EVENTS = 16
 """Buckets that may be under way at once."""
 
@@ -381,11 +384,11 @@ def _when(signal: Signal[Any], callback: Callable[[], None]) -> None:
         signal.subscribe(callback)
 
 
-def ring_capacity(program: SourceProgram, watermark: int, whole: Collection[int] = (), *, buckets: int = 8) -> int:
-    """Bytes for the ring of a source rank: room for ``buckets`` of the largest, within the watermark; one at the least."""
+def ring_capacity(program: SourceProgram, watermark: int, whole: Collection[int] = ()) -> int:
+    """Bytes for the ring of a source rank: room for `RING_BUCKETS` of the largest, within the watermark; one at the least."""
     sizes = [aligned(task.nbytes) for task in program.tasks if task.owner == program.rank and task.index not in whole]
     largest = max(sizes, default=0)
-    return max(largest, min(watermark, sum(sizes), buckets * largest))
+    return max(largest, min(watermark, sum(sizes), RING_BUCKETS * largest))
 
 
 def _lent_as_a_whole(program: SourceProgram, lent: Lent) -> frozenset[int]:
