@@ -130,9 +130,11 @@ class Cudart:
     def is_idle(self, stream: int) -> bool:
         """Whether the device has done everything that the stream was given."""
         code = self._runtime.cudaStreamQuery(ctypes.c_void_p(stream))
-        if code != _NOT_READY:
-            self._check(code, "ask for a stream")
-        return not code
+        if code == _NOT_READY:
+            self._runtime.cudaGetLastError()  # it is one, and would surface in the next launch of torch on this thread
+            return False
+        self._check(code, "ask for a stream")
+        return True
 
     def _check(self, code: int, what: str) -> None:
         if code:

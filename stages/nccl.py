@@ -154,7 +154,7 @@ def warn_of_one_connection() -> None:
 
 def _library() -> Any:
     try:
-        library = ctypes.CDLL(loaded_library("libnccl") or "libnccl.so.2")
+        library = ctypes.CDLL(loaded_library("libnccl.so") or "libnccl.so.2")
         library.ncclCommInitRankConfig.argtypes = [
             ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config),
         ]  # fmt: skip

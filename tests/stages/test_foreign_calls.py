@@ -164,6 +164,8 @@ def test_a_stream_is_used_again_when_nobody_holds_it_and_it_is_idle(streams):
     library.busy.add(handle)
     second = own.take(device)
     assert second.handle != handle, "what hangs on it would hold up the next user"
+    busy = library.calls.index(("query", handle))
+    assert library.calls[busy + 1] == ("cudaGetLastError",), "not ready is an error, too, for the next launch of torch to meet"
     library.busy.clear()
     assert own.take(device).handle == handle
 
@@ -292,6 +294,26 @@ def test_of_several_libraries_the_one_that_torch_uses_is_taken(monkeypatch):
     assert loaded_library("libcudart", "libcudart.so.12") == "/opt/b/libcudart.so.12"
     assert loaded_library("libcudart", "libcudart.so.13") == "/opt/a/libcudart.so.11.8"
     assert loaded_library("libnccl") is None
+
+
+def test_a_plugin_of_nccl_is_not_taken_for_nccl(monkeypatch):
+    """NCCL loads them with its first communicator, and they may lie before it."""
+    lines = [
+        "7f00-7f01 r-xp 00000000 08:01 1 /opt/aws/libnccl-net.so",
+        "7f02-7f03 r-xp 00000000 08:01 2 /opt/aws/libnccl-tuner-ofi.so",
+        "7f04-7f05 r-xp 00000000 08:01 3 /opt/torch/libnccl.so.2",
+    ]
+    monkeypatch.setattr(cudart.Path, "read_text", lambda *_args, **_options: "\n".join(lines))
+    loaded = []
+
+    def load(path):
+        loaded.append(path)
+        raise OSError("not here")
+
+    monkeypatch.setattr(nccl.ctypes, "CDLL", load)
+    with pytest.raises(TransportError, match=r"libnccl\.so\.2"):
+        nccl._library()
+    assert loaded == ["/opt/torch/libnccl.so.2"]
 
 
 @pytest.mark.cuda
