@@ -8,6 +8,7 @@ each other differently on different ranks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -61,19 +62,24 @@ def plan_order(
         live: receivers that the push goes to.
         gather: messages between source ranks go over NCCL.
     """
+    order, going = {target: place for place, target in enumerate(ranks)}, frozenset(live)
     for task in program.tasks:
         exchanged = tuple(Key(GATHER, False, m.peer, m.tag) for m in task.receives)
         exchanged += tuple(Key(GATHER, True, m.peer, m.tag) for m in task.sends)
         if exchanged and gather:
             yield exchanged
-        for target, members in ranks.items():
-            if group := tuple(_sends(task, target, members, live)):
-                yield group
+        by_target = _sends(task, ranks, going) if frames(task.segments, task.nbytes) else {}
+        for target in sorted(by_target, key=order.__getitem__):
+            yield tuple(by_target[target])
 
 
-def _sends(task: SourceTask, target: int, members: Sequence[int], live: Collection[ReceiverId]) -> Iterator[Key]:
-    if not frames(task.segments, task.nbytes):
-        return
+def _sends(task: SourceTask, ranks: Mapping[int, Sequence[int]], live: frozenset[ReceiverId]) -> dict[int, list[Key]]:
+    """What a task sends over NCCL, by target. This runs on the loop, for every receiver of every task."""
+    found: defaultdict[int, list[Key]] = defaultdict(list)
+    relayed = frozenset(task.relayed)
     for receiver in task.receivers:
-        if receiver.target == target and receiver in live and receiver not in task.relayed:
-            yield Key(f"target-{target}", True, 1 + members.index(receiver.rank), task.index)
+        members = ranks.get(receiver.target)
+        if members is not None and receiver in live and receiver not in relayed:
+            key = Key(f"target-{receiver.target}", True, 1 + members.index(receiver.rank), task.index)
+            found[receiver.target].append(key)
+    return found

@@ -12,7 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from syncline.scheduler.programs import Message as PlanMessage, ReceiverId, SourceProgram, SourceTask
 from syncline.stages.errors import TransportError
+from syncline.stages.frames import frames
 from syncline.stages.issuing import IssueOrder, Issuing, Key, Link, Message, Operation
+from syncline.stages.transports import nccl
 from syncline.stages.transports.nccl import GATHER, plan_order
 
 # ------------------------------------------------------------------------------------------------------------- order
@@ -64,6 +66,41 @@ def steps_of(rank, transfer):
     ranks, targets, receivers, tasks = transfer
     members = {target: range(count) for target, count in enumerate(targets)}
     return list(plan_order(program_of(rank, ranks, tasks), members, receivers, gather=True))
+
+
+@given(transfers())
+def test_the_order_is_task_by_task_and_target_by_target(transfer):
+    ranks, targets, _, _ = transfer
+    for rank in range(ranks):
+        program = program_of(rank, ranks, transfer[3])
+        members = {target: range(count) for target, count in enumerate(targets)}
+        live = [receiver for receiver in transfer[2] if sum(receiver) % 3]
+        expected = []
+        for task in program.tasks:
+            exchanged = [Key(GATHER, False, m.peer, m.tag) for m in task.receives]
+            expected.append(tuple(exchanged + [Key(GATHER, True, m.peer, m.tag) for m in task.sends]))
+            for target in members:
+                there = [r for r in task.receivers if r.target == target and r in live]
+                expected.append(tuple(Key(f"target-{target}", True, 1 + r.rank, task.index) for r in there))
+        assert list(plan_order(program, members, live, gather=True)) == [group for group in expected if group]
+
+
+def test_planning_the_order_looks_at_each_receiver_of_a_task_once(monkeypatch):
+    """It runs on the loop at the beginning of every push."""
+    cut, looked = [], []
+    monkeypatch.setattr(nccl, "frames", lambda *what: cut.append(what) or frames(*what))
+
+    class Counted(ReceiverId):
+        def __hash__(self):
+            looked.append(self)
+            return super().__hash__()
+
+    receivers = tuple(Counted(target, rank) for target in range(30) for rank in range(4))
+    program = program_of(0, 1, [(index, 0, [], receivers) for index in range(20)])
+    steps = list(plan_order(program, {target: range(4) for target in range(30)}, list(receivers), gather=False))
+    assert len(steps) == 20 * 30
+    assert len(cut) == 20
+    assert len(looked) <= 3 * 20 * len(receivers)
 
 
 @given(transfers(), st.randoms(use_true_random=False))
