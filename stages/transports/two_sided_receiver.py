@@ -15,6 +15,7 @@ from syncline.scheduler.programs import Landing, TargetProgram, TargetTask
 
 from ..communicator import Rendezvous
 from ..completions import Signal, all_of
+from ..cudart import enough_memory
 from ..errors import TransportError
 from ..frames import FrameTable
 from ..workers import Workers, call_in_thread
@@ -177,6 +178,9 @@ class TwoSidedHalf:
 
     async def close(self, timeout_s: float = 5.0) -> None:
         self._fail(TransportError("this link is closed"))
+        # What is still under way holds its memory itself. The next link asks for as much, and there may not be room for both.
+        self._landing = torch.empty(0, dtype=torch.uint8, device=self._network.device)
+        self._free, self._held, self._released = [], {}, {}
         communicators = [*self._communicators.values(), *(relay.communicator for relay in self._relays.values())]
         self._communicators, self._relays = {}, {}
         await asyncio.gather(*(communicator.close(timeout_s) for communicator in communicators))
@@ -188,7 +192,8 @@ class TwoSidedHalf:
 
     async def _allocate(self) -> None:
         def touched(nbytes: int) -> torch.Tensor:
-            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._network.device)
+            with enough_memory(nbytes, self._network.device):
+                memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._network.device)
             if memory.device.type == "cuda":
                 torch.cuda.current_stream(memory.device).synchronize()
             return memory

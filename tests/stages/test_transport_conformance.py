@@ -288,6 +288,19 @@ async def test_closing_twice_is_harmless(world, transport, landing):
 
 
 @each_transport
+async def test_a_half_that_is_closed_holds_no_memory_of_its_own(world, transport, landing):
+    """Whoever links anew asks for as much again, and there may not be room for both."""
+    one = await world(seed=17, transport=transport, landing=landing)
+    await one.push(1)
+    for target in one.targets.values():
+        half, held = target.half, target.half.landing_bytes
+        await half.close()
+        if transport != "shm":  # there it is the source's, and whoever has a lease keeps it
+            assert (held > 0) == (landing == "staged")
+            assert half.landing_bytes == 0
+
+
+@each_transport
 async def test_an_empty_bucket_arrives(world, transport, landing):
     one = await world(seed=18, transport=transport, landing=landing)
     (receiver,) = receivers(one)
