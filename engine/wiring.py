@@ -221,13 +221,19 @@ class Wiring:
         return offers
 
     async def link(self, link: Iterable[int], *, timeout_s: float) -> dict[str, tuple[str, str]]:
-        """Wait until offered targets have linked up; which failed, and why."""
+        """Wait until offered targets have linked up, over all transports at once; which failed, and why."""
         failed: dict[str, tuple[str, str]] = {}
-        for kind, targets in self._by_kind(link).items():
+
+        async def over(kind: str, targets: list[int]) -> None:
             receivers = [receiver for target in targets for receiver in self.receivers[target]]
             errors = await self._senders[kind].link(receivers, timeout_s=timeout_s)
             failed.update({str(receiver.target): _wire(error) for receiver, error in errors.items()})
             self._dropped -= set(targets)
+
+        linking = [over(kind, targets) for kind, targets in self._by_kind(link).items()]
+        for error in await asyncio.gather(*linking, return_exceptions=True):
+            if error is not None:
+                raise error
         return failed
 
     def _by_kind(self, targets: Iterable[int]) -> dict[str, list[int]]:

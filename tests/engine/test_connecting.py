@@ -11,10 +11,12 @@ from torch import nn
 from syncline.adapters.engines import ModuleLoader, SGLangTarget, VLLMTarget
 from syncline.adapters.trainers import ModuleSource
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
-from syncline.engine.errors import PlanError, PushTimeout, TargetUnreachable
+from syncline.engine.errors import PlanError, PushTimeout, TargetUnreachable, TransportError
 from syncline.engine.session import _typed
 from syncline.engine.targets import LeaderAddress
+from syncline.engine.wiring import Wiring
 from syncline.scheduler.errors import DeadlineExceeded
+from syncline.scheduler.programs import ReceiverId
 
 TARGETS = {
     "receiver": lambda port: RemoteTarget(f"tcp://127.0.0.1:{port}"),
@@ -162,3 +164,47 @@ async def test_a_target_that_gave_no_answer_is_reported_as_such(run_dir):
         assert f"{receivers[0].address}: COMMITTED version 1\n" in str(report) + "\n"
         assert "None" not in str(report)
     await receivers[0].close()
+
+
+async def test_a_target_that_does_not_link_over_one_transport_does_not_hold_up_those_of_another():
+    """A local target that is stopped, and one on another host that waits for the source to come."""
+    came, wiring = asyncio.Event(), Wiring.__new__(Wiring)
+    wiring.kinds, wiring._dropped = {0: "shm", 1: "gloo"}, {0, 1}
+    wiring.receivers = [[ReceiverId(0, 0)], [ReceiverId(1, 0)]]
+
+    class Stopped:
+        async def link(self, receivers, *, timeout_s):
+            await asyncio.wait_for(came.wait(), timeout_s)
+            return {receivers[0]: TransportError("did not come")}
+
+    class There:
+        async def link(self, receivers, *, timeout_s):
+            came.set()
+            return {}
+
+    wiring._senders = {"shm": Stopped(), "gloo": There()}
+    failed = await wiring.link([0, 1], timeout_s=20.0)
+    assert failed == {"0": ("TransportError", "did not come")}
+    assert not wiring._dropped
+
+
+async def test_an_error_of_one_transport_is_told_when_the_others_have_ended():
+    ended, wiring = [], Wiring.__new__(Wiring)
+    wiring.kinds, wiring._dropped = {0: "shm", 1: "gloo"}, set()
+    wiring.receivers = [[ReceiverId(0, 0)], [ReceiverId(1, 0)]]
+
+    class Broken:
+        async def link(self, receivers, *, timeout_s):
+            raise TransportError("closed")
+
+    class Slow:
+        async def link(self, receivers, *, timeout_s):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            ended.append(True)
+            return {}
+
+    wiring._senders = {"shm": Broken(), "gloo": Slow()}
+    with pytest.raises(TransportError, match="closed"):
+        await wiring.link([0, 1], timeout_s=20.0)
+    assert ended
