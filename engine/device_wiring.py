@@ -111,6 +111,7 @@ class DeviceRig:
     in_ring: frozenset[ReceiverId] = frozenset()
     watch: Watch = field(default_factory=Watch)
     ready: Lane | None = None
+    pool: BufferPool | None = None
     _letting_go: asyncio.Task[None] | None = None
 
     @classmethod
@@ -162,9 +163,10 @@ class DeviceRig:
     ) -> tuple[DeviceH2DStage, DevicePrepareStage]:
         """The stages, each with a stream of its own."""
         self.ready = Lane(self.device, self.watch)
+        self.pool = BufferPool(self.pinned)
         h2d = DeviceH2DStage(
             recipes=self.recipes, memory=memory, workers=workers, scope=scope, lane=Lane(self.device, self.watch),
-            pool=BufferPool(self.pinned),
+            pool=self.pool,
         )  # fmt: skip
         prepare = DevicePrepareStage(
             recipes=self.recipes, memory=memory, workers=workers, scope=scope, lane=Lane(self.device, self.watch),
@@ -192,6 +194,8 @@ class DeviceRig:
 
     async def _let_go(self, idle: Signal[None]) -> None:
         await idle
+        if self.pool is not None:
+            self.pool.close()
         self.pinned = self.private = torch.empty(0, dtype=torch.uint8)
         await asyncio.to_thread(self.locks.close)
 

@@ -47,9 +47,11 @@ class PageLocks:
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if address in self._held and self._held[address][0] >= nbytes:
             return True
+        if self._overlaps(address, nbytes):  # asked first: of memory that is locked in part CUDA may say that it is locked
+            return False
         if self._device.is_pinned(tensor):
             return True
-        if nbytes < WORTH_NBYTES or address in self.refused or self._overlaps(address, nbytes):
+        if nbytes < WORTH_NBYTES or address in self.refused:
             return False
         try:
             self._register(address, nbytes)

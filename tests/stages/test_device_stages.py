@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -415,6 +416,24 @@ async def test_a_device_that_is_lost_ends_what_waits_for_it(monkeypatch, launch)
         launching.fail(RuntimeError("the kernel failed"))
     with pytest.raises(RuntimeError, match="device is lost" if launch == "launched" else "kernel failed"):
         await asyncio.wait_for(whole, PATIENCE_S)
+
+
+async def test_nothing_holds_the_pool_of_page_locked_memory_when_its_rig_is_closed():
+    """Stages may be held for long after it, in cycles: a trainer that collects no garbage keeps them all."""
+    device, pinned = SlowDevice(), torch.empty(1024, dtype=torch.uint8)
+    rig = DeviceRig(
+        device=device, recipes={}, locks=PageLocks(device), shares=Shares(private=0, ring=0), pinned=pinned,
+        private=device.empty(0),
+    )  # fmt: skip
+    memory, held = TaskMemory(BufferPool(rig.private), {}), weakref.ref(pinned)
+    del pinned
+    workers = Workers(1)
+    stages = rig.stages(memory, workers, TaskScope(), SimpleNamespace(verify=True, trace=False))
+    await asyncio.wait_for(rig.close(), PATIENCE_S)
+    workers.close()
+    gc.collect()
+    assert stages
+    assert held() is None
 
 
 async def test_page_locked_memory_is_let_go_of_when_the_device_has_read_it():

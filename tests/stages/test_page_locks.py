@@ -92,6 +92,17 @@ def test_locking_many_storages_takes_a_few_comparisons_each(order):
     assert locks.lock(Storage(Address((count // 2) * (4 << 20) + (2 << 20))))
 
 
+def test_memory_that_is_locked_in_part_is_not_taken_for_locked(monkeypatch):
+    """A small storage that begins in the last page of a locked one: CUDA may say of its first byte that it is page-locked."""
+    device = Device()
+    locks = PageLocks(device)
+    locks._mappings = Mappings("")
+    assert locks.lock(Storage(Address(4 << 20)))
+    monkeypatch.setattr(device, "is_pinned", lambda memory: True, raising=False)
+    assert not locks.lock(Storage(Address((4 << 20) + 2 * WORTH_NBYTES - 64)))
+    assert locks.lock(Storage(Address(8 << 20))), "of another owner"
+
+
 def mapped(tmp_path, *, shared, writable, file):
     """Memory of a mapping of that kind: (address, bytes, what keeps it)."""
     flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
