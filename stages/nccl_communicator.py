@@ -138,7 +138,7 @@ class NcclCommunicator:
         def identity() -> bytes:
             mine = Rendezvous.join(rendezvous.endpoint, timeout_s=timeout_s)
             try:
-                return _identity(mine, issuer.runtime, name, rank)
+                return _identity(mine, issuer.runtime, name, rank, size)
             finally:
                 mine.close()
 
@@ -247,13 +247,19 @@ class NcclCommunicator:
             signal.fail_threadsafe(error)
 
 
-def _identity(rendezvous: Rendezvous, runtime: NcclRuntime, name: str, rank: int) -> bytes:
-    """The identity of a communicator: rank 0 makes it and tells the others. Blocks."""
+def _identity(rendezvous: Rendezvous, runtime: NcclRuntime, name: str, rank: int, size: int) -> bytes:
+    """The identity of a communicator: rank 0 makes it and tells the others, once all have come. Blocks.
+
+    NCCL waits for the ranks of an identity without end, with a thread and sockets of its own: none is made for those who do not
+    come.
+    """
     try:
         if rank == 0:
+            rendezvous.store.wait([f"{name} {other}" for other in range(1, size)])
             unique_id = runtime.unique_id()
             rendezvous.store.set(name, unique_id.hex())
             return unique_id
+        rendezvous.store.set(f"{name} {rank}", b"here")
         return bytes.fromhex(rendezvous.store.get(name).decode())
     except (RuntimeError, ValueError) as error:
         raise TransportError(f"rank {rank} did not meet the others: {error}") from error

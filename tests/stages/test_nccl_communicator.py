@@ -192,9 +192,10 @@ async def test_closing_ends_what_is_under_way_here_and_there(meet):
     await other.close()
 
 
-async def test_those_who_do_not_come_are_named_in_time(meet):
+async def test_those_who_do_not_come_are_named_in_time(meet, fabric):
     with pytest.raises(TransportError, match="rank 0 of 2 did not meet"):
         await meet(2, timeout_s=0.3, ranks=[0])
+    assert next(fabric.numbers) == 1, "NCCL would wait for rank 1 without end, with a thread and sockets"
     with pytest.raises(TransportError, match="did not meet"):
         await meet(2, timeout_s=0.3, ranks=[1])
 
