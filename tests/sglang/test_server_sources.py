@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 
+import psutil
 import pytest
 
 from syncline.adapters.engines.fleet import states
@@ -101,9 +102,11 @@ async def test_a_stopped_source_keeps_others_out_and_a_killed_one_does_not(llama
     await source.call("connect", url=llama_tp1.url, options={"bucket_bytes": "48KiB"}, **SMALL)
     await source.arm(0, point="hand on", nth=3, signal=int(signal.SIGSTOP))
     pushing = asyncio.create_task(source.call("push", version=1, model=0))
-    async with asyncio.timeout(30):
-        while (await states([llama_tp1.url], timeout_s=20))[0].state != "UPDATING":
+    # not before it has got there: killed while it makes the group, it would leave the server waiting for it
+    async with asyncio.timeout(60):
+        while psutil.Process(source.processes[0].pid).status() != psutil.STATUS_STOPPED:
             await asyncio.sleep(0.05)
+    assert (await states([llama_tp1.url], timeout_s=20))[0].state == "UPDATING"
     with pytest.raises(SynclineError, match="another source"):
         result = await other.push(2, model)
         raise result.error
