@@ -28,6 +28,7 @@ from .gpu_peer import FORMAT
 LEAF_NBYTES = 262_144
 H2D = "host to device, pinned"
 D2D = "device to device"
+ONE_COPY = "one copy of what is pushed"
 LAUNCH = "launch"
 
 
@@ -90,6 +91,15 @@ def floors(device: torch.device, sizes: Sizes) -> Iterator[Timed]:
     yield Timed(name=D2D, seconds=seconds, nbytes=2 * sizes.big, right=torch.equal(other, there))
     small = torch.zeros(1, device=device)
     yield Timed(name=LAUNCH, seconds=device_times(lambda: small.add_(1), 200, device), nbytes=0)
+
+
+def one_copy(device: torch.device, nbytes: int, *, repeat: int = 5) -> Timed:
+    """One copy of as many bytes as are pushed, twice of which lie on the device meanwhile."""
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device).fill_(1)
+    other = torch.zeros_like(there)
+    seconds = device_times(lambda: other.copy_(there), repeat, device)
+    right = all(torch.equal(one, another) for one, another in zip(there.split(1 << 30), other.split(1 << 30), strict=True))
+    return Timed(name=ONE_COPY, seconds=seconds, nbytes=2 * nbytes, right=right)
 
 
 def kernels(device: torch.device, sizes: Sizes) -> Iterator[Timed]:
