@@ -181,7 +181,7 @@ class Bench:
             return Skipped(row=name, skipped=why, failed=True, machine=self._provenance.machine)
         row = self._row("push", name, tuple(pushes.seconds), bed.setup.nbytes, right=pushes.intact)
         ratio = row.gb_s * 1e9 / floor if row.gb_s else 0.0
-        figures = _figures(ratio, asked) | _told(pushes, bed, warm_from=row.phases.warm_from)
+        figures = _figures(ratio, asked) | _told(pushes, bed, warm=row.n)
         return _named(row, name, figures, knobs=whole_config(config), digests=bool(config.get("verify", True)))
 
     def _timed(self, kind: Kind, timed: Timed, asked: Ask | None = None) -> Row:
@@ -238,8 +238,8 @@ def _figures(ratio: float, asked: Ask) -> dict[str, Any]:
     }
 
 
-def _told(pushes: Pushes, bed: GpuBed, *, warm_from: int) -> dict[str, Any]:
-    over = [push.seconds / max(push.busy_s.values()) for push in pushes.reports[warm_from:] if any(push.busy_s.values())]
+def _told(pushes: Pushes, bed: GpuBed, *, warm: int) -> dict[str, Any]:
+    over = [push.seconds / max(push.busy_s.values()) for push in pushes.reports[-warm:] if any(push.busy_s.values())]
     return {
         "over_busiest": statistics.median(over) if over else 0.0,
         "busy_s": pushes.busy_s, "tasks": pushes.tasks, "connect_s": pushes.connect_s, "device_tmp_bytes": bed.peak_bytes,

@@ -259,7 +259,7 @@ def _identity(rendezvous: Rendezvous, runtime: NcclRuntime, name: str, rank: int
             unique_id = runtime.unique_id()
             rendezvous.store.set(name, unique_id.hex())
             return unique_id
-        rendezvous.store.set(f"{name} {rank}", b"here")
+        rendezvous.store.set(f"{name} {rank}", "here")
         return bytes.fromhex(rendezvous.store.get(name).decode())
     except (RuntimeError, ValueError) as error:
         raise TransportError(f"rank {rank} did not meet the others: {error}") from error
