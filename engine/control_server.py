@@ -12,6 +12,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from syncline.stages.completions import uninterrupted
+
 from .address import Address, inode_of, open_listener, remove_socket_file
 from .auth import NONCE, Signer
 from .control import JSON, MOST_BYTES, MOST_BYTES_ELSEWHERE, MSGPACK, PEER, REQUESTS, ErrorReply, crunch, http_status
@@ -91,7 +93,10 @@ class ControlServer:
         return str(Address(host=self._advertise, port=real.port) if self._advertise and real.host else real)
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` if the address cannot be had."""
+        """Listen. Raises `ConfigError` if the address cannot be had. `close` ends it, also when this was cancelled."""
+        await uninterrupted(self._start())
+
+    async def _start(self) -> None:
         listener, real = await asyncio.to_thread(open_listener, self._wanted)
         self._real, self._inode = real, inode_of(real)
         app = web.Application()

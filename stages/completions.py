@@ -17,7 +17,7 @@ from syncline.scheduler.completion import Completion
 
 from .errors import TransportError
 
-__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "all_of"]
+__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "all_of", "uninterrupted"]
 
 T = TypeVar("T")
 
@@ -123,6 +123,23 @@ def all_of(signals: Sequence[Signal[Any]]) -> Signal[None]:
     if not signals:
         whole.set()
     return whole
+
+
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Carry ``work`` out to its end, also where the caller is cancelled meanwhile: that is raised when the work has ended.
+
+    For what lets go of things, which must neither stop halfway nor take long.
+    """
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):  # one that says so already is raised below
+                await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # the cancellation is what is told
+        raise
 
 
 def gloo_text(error: BaseException) -> str:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from syncline.engine.errors import ConfigError
-from syncline.stages.completions import Signal, gloo_text
+from syncline.stages.completions import Signal, gloo_text, uninterrupted
 from syncline.stages.errors import TransportError
 from syncline.stages.workers import call_in_thread
 
@@ -240,9 +240,13 @@ async def with_theirs(ours: Coroutine[Any, Any, T], theirs: Coroutine[Any, Any, 
             server.result()  # the server's own words say more
         return mine.result()
     except BaseException:
-        for task in (mine, server):
-            task.cancel()
-        made, _ = await asyncio.gather(mine, server, return_exceptions=True)
-        if isinstance(made, UpdateGroup):  # nobody else knows of it
-            await made.close()
+        await uninterrupted(_neither(mine, server))
         raise
+
+
+async def _neither(mine: asyncio.Task[Any], server: asyncio.Task[None]) -> None:
+    for task in (mine, server):
+        task.cancel()
+    made, _ = await asyncio.gather(mine, server, return_exceptions=True)
+    if isinstance(made, UpdateGroup):  # nobody else knows of it
+        await made.close()

@@ -10,7 +10,7 @@ import pytest
 
 from syncline.adapters.engines.sglang.ways import DistributedWay
 from syncline.adapters.engines.update_group import Place, UpdateGroup
-from syncline.engine.errors import LoaderError
+from syncline.engine.errors import ClosedError, LoaderError
 
 ONE_RANK = SimpleNamespace(dialect=None, tp_size=1, life="one")
 
@@ -64,3 +64,34 @@ async def test_a_group_that_only_we_think_made_is_closed(then) -> None:
             await front.member.close()
             await way.drop()
     assert not members()
+
+
+@pytest.mark.parametrize("then", ["cancelled twice", "closed"])
+async def test_nothing_is_left_of_a_group_whose_maker_goes_away(then: str) -> None:
+    """Between the moment when our side has joined and the one at which somebody knows of the group."""
+    assert not members()
+    answered = asyncio.Event()
+    front = Front(answered.wait)
+    front.url = "http://somewhere"
+    way = DistributedWay(front, backend="gloo", host="127.0.0.1", timeout_s=10)
+    meeting = asyncio.create_task(way.begin(ONE_RANK, "target"))
+    async with asyncio.timeout(30):
+        await front.joined.wait()
+        if then == "closed":
+            await way.close()
+            answered.set()
+            front.destroy_group = answered_at_once
+            with pytest.raises(ClosedError, match="was closed while its group was made"):
+                await meeting
+        else:
+            meeting.cancel()
+            await asyncio.sleep(0)  # it waits for what it has cancelled
+            meeting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await meeting
+        await front.member.close()
+    assert not members()
+
+
+async def answered_at_once(_: str) -> None:
+    pass

@@ -34,6 +34,7 @@ from syncline.engine.errors import (
 )
 from syncline.engine.messages import State
 from syncline.scheduler.layout import Layout
+from syncline.stages.completions import uninterrupted
 
 from ..checkpoint_manifest import checkpoint_tensors
 from ..unfinished import UNFINISHED
@@ -364,14 +365,19 @@ class SGLangReceiver:
         await serving.drop_cache()
 
     async def _detach(self, patience_s: float = 0.0) -> None:
+        """Let go of what was made for one life of the server. All of it, also where the caller is cancelled."""
         receiver, self._receiver = self._receiver, None
         way, self._way = self._way, None
-        if receiver is not None:
-            await receiver.close()
-        if self._serving is not None:
-            await self._serving.close(patience_s)
-        if way is not None:
-            await way.close()
+
+        async def let_go() -> None:
+            if receiver is not None:
+                await receiver.close()
+            if self._serving is not None:
+                await self._serving.close(patience_s)
+            if way is not None:
+                await way.close()
+
+        await uninterrupted(let_go())
 
     def _find_layout(self, info: ServerInfo) -> Layout:
         """Reads files and builds a model without memory: off the event loop."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from syncline.engine.errors import SynclineError, TargetLost, TargetUnreachable, TransportError
+from syncline.engine.errors import ClosedError, SynclineError, TargetLost, TargetUnreachable, TransportError
 from syncline.stages.copies import torch_dtype
 
 from ..update_group import Backend, HostedStore, Place, UpdateGroup, with_theirs
@@ -69,6 +69,7 @@ class DistributedWay:
         self._store: HostedStore | None = None
         self._group: UpdateGroup | None = None
         self._made = 0
+        self._closed = False
 
     async def begin(self, info: ServerInfo, selector: Selector) -> None:
         if self._group is None or not self._group.usable or self._info is None or self._info.life != info.life:
@@ -98,6 +99,9 @@ class DistributedWay:
             timeout_s=_GROUP_S,
         )
         self._group = await with_theirs(UpdateGroup.join(place, timeout_s=_GROUP_S), invite, last_word_s=_LAST_WORD_S)
+        if self._closed:  # meanwhile, and whoever did that found no group
+            await self.drop()
+            raise ClosedError(f"the way to {self._front.url} was closed while its group was made")
 
     async def send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
         group, info = self._group, self._info
@@ -138,6 +142,7 @@ class DistributedWay:
             store.close()
 
     async def close(self) -> None:
+        self._closed = True
         await self.drop()
 
 
