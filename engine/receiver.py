@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from syncline.stages.completions import TaskScope
+from syncline.stages.completions import TaskScope, uninterrupted
 from syncline.stages.device_marks import DeviceMarks
 
 from .address import Address
@@ -214,11 +214,15 @@ class Receiver:
     async def close(self) -> None:
         """Stop listening and end everything, in bounded time. A push under way is given up as its landing mode says.
 
-        Live parameters stay valid, and are served or not as before.
+        Live parameters stay valid, and are served or not as before. Once begun it is done, also where its caller is cancelled
+        meanwhile.
         """
         if self._closed:
             return
         self._closed = True
+        await uninterrupted(self._close())
+
+    async def _close(self) -> None:
         if self._joining is not None:
             self._joining.cancel()
             await asyncio.gather(self._joining, return_exceptions=True)

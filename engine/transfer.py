@@ -12,6 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from syncline.stages.completions import uninterrupted
+
 from .config import TransferConfig
 from .device_wiring import after_caller
 from .errors import BusyError, ClosedError, ConfigError
@@ -113,10 +115,13 @@ class TransferEngine:
         try:
             await session.connect()
         except BaseException:
-            await session.close()
+            await uninterrupted(session.close())
             raise
         finally:
             self._connecting = False
+        if self._closed:  # meanwhile, and whoever did that found no session
+            await uninterrupted(session.close())
+            raise ClosedError("this engine was closed while it connected; make a new one")
         self._session = session
 
     async def push(self, version: int, *, flush_cache: bool = False) -> PushReport:
@@ -190,12 +195,18 @@ class TransferEngine:
         return report
 
     async def close(self) -> None:
-        """Cancel a running push, wait a bounded time for abandoned work, close every link. Idempotent."""
+        """Cancel a running push, wait a bounded time for abandoned work, close every link. Idempotent.
+
+        Once begun it is done, also where its caller is cancelled meanwhile.
+        """
         if self._closed:
             return
         if self._home is not None:
             self._claim_loop()
         self._closed = True
+        await uninterrupted(self._close())
+
+    async def _close(self) -> None:
         if self._running is not None and not self._running.done():
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)

@@ -5,12 +5,15 @@ A test that leaves something behind on purpose says so: ``@pytest.mark.leaks_ok(
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -107,6 +110,47 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     left = leaked(threads_before, children_before)
     if left:
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
+
+
+class _CancelledAt:
+    """Awaits a coroutine, and cancels the task that does so when it is to wait for the ``number``th time."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, object], number: int) -> None:
+        self._coroutine, self.left = coroutine, number
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        steps = self._coroutine.__await__()
+        with contextlib.suppress(StopIteration):
+            waits = next(steps)
+            while True:
+                self.left -= 1
+                if self.left == 0:
+                    asyncio.current_task().cancel()
+                try:
+                    said = yield waits
+                except BaseException as error:  # noqa: BLE001 - for the coroutine to see
+                    waits = steps.throw(error)
+                else:
+                    waits = steps.send(said)
+
+
+@pytest.fixture
+def cancelled_at() -> Callable[[Coroutine[Any, Any, object], int], Coroutine[Any, Any, bool]]:
+    """``await cancelled_at(coroutine, number)``: in a task of its own, cancelled where it waits for the ``number``th time.
+
+    Returns whether it came to that. With 1, 2, … until it did not, a test cancels it wherever it can be.
+    """
+
+    async def run(coroutine: Coroutine[Any, Any, object], number: int) -> bool:
+        async def one() -> bool:
+            running = _CancelledAt(coroutine, number)
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            return running.left <= 0
+
+        return await asyncio.create_task(one())
+
+    return run
 
 
 @pytest.fixture(scope="session")

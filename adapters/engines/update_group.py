@@ -244,9 +244,11 @@ async def with_theirs(ours: Coroutine[Any, Any, T], theirs: Coroutine[Any, Any, 
         raise
 
 
-async def _neither(mine: asyncio.Task[Any], server: asyncio.Task[None]) -> None:
+async def _neither(mine: asyncio.Task[Any], server: asyncio.Task[Any]) -> None:
     for task in (mine, server):
         task.cancel()
-    made, _ = await asyncio.gather(mine, server, return_exceptions=True)
-    if isinstance(made, UpdateGroup):  # nobody else knows of it
-        await made.close()
+    await asyncio.wait({mine, server})
+    for task in (mine, server):
+        made = None if task.cancelled() or task.exception() else task.result()
+        if isinstance(made, UpdateGroup):  # nobody else knows of it
+            await made.close()

@@ -43,12 +43,16 @@ class Segment:
         self.number = number
         size = max(-(-nbytes // _PAGE) * _PAGE, _PAGE)
         self._fd = os.memfd_create("syncline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(
+            self, os.close, self._fd
+        )  # also where nobody takes it: whoever had it made was cancelled
+        self._close.atexit = False
         try:
             os.ftruncate(self._fd, size)
             shared = mmap.mmap(self._fd, size)
             self._seal()
         except OSError as error:
-            os.close(self._fd)
+            self._close()
             raise TransportError(f"{size} bytes of shared memory could not be had: {error}") from error
         self.memory = torch.frombuffer(shared, dtype=torch.uint8)[:nbytes]
         self.memory.fill_(0)  # touches every page; other threads run meanwhile, which madvise does not let them
@@ -78,8 +82,8 @@ class Segment:
 
     def close(self) -> None:
         """Let go. The memory lives on where it is mapped. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
+        if self._close.alive:
+            self._close()
             self._fd = -1
             self.memory = torch.empty(0, dtype=torch.uint8)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Coroutine, Generator
 from typing import Any
 
 import pytest
@@ -211,33 +209,7 @@ class Kept:
         self.closed = True
 
 
-class CancelledAt:
-    """Awaits a coroutine, and cancels the task that does so when it is to wait for the ``number``th time."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, None], number: int) -> None:
-        self._coroutine, self._left = coroutine, number
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        steps = self._coroutine.__await__()
-        with contextlib.suppress(StopIteration):
-            waits = next(steps)
-            while True:
-                self._left -= 1
-                if self._left == 0:
-                    asyncio.current_task().cancel()
-                try:
-                    said = yield waits
-                except BaseException as error:  # noqa: BLE001 - for the coroutine to see
-                    waits = steps.throw(error)
-                else:
-                    waits = steps.send(said)
-
-    @property
-    def came_to_it(self) -> bool:
-        return self._left <= 0
-
-
-async def test_whoever_stops_it_between_two_lives_leaves_nothing(scripted) -> None:
+async def test_whoever_stops_it_between_two_lives_leaves_nothing(scripted, cancelled_at) -> None:
     """Cancelled wherever it waits while it takes another one's weights over, as its own watch is when it is closed."""
     number, came_to_it = 0, True
     while came_to_it:
@@ -245,14 +217,7 @@ async def test_whoever_stops_it_between_two_lives_leaves_nothing(scripted) -> No
         async with stand_in(scripted) as receiver:
             kept = receiver._way = Kept()
             scripted.answers["model_info"] = (200, {"weight_version": str(4 + number)})  # by another source
-
-            async def attach(number: int = number, receiver: SGLangReceiver = receiver) -> bool:
-                attaching = CancelledAt(receiver.attach(), number)
-                with contextlib.suppress(asyncio.CancelledError):
-                    await attaching
-                return attaching.came_to_it
-
-            came_to_it = await asyncio.create_task(attach())
+            came_to_it = await cancelled_at(receiver.attach(), number)
         assert kept.closed, f"cancelled where it waits for the {number}th time"
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("syncline-")]
     assert number > 20

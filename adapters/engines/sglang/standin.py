@@ -249,10 +249,16 @@ class SGLangReceiver:
                 self._hold.release()
 
     async def close(self) -> None:
-        """Stop listening, in bounded time. The server goes on with what it serves; a fenced one stays paused."""
+        """Stop listening, in bounded time. The server goes on with what it serves; a fenced one stays paused.
+
+        Once begun it is done, also where its caller is cancelled meanwhile.
+        """
         if self._closed:
             return
         self._closed = True
+        await uninterrupted(self._close())
+
+    async def _close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from syncline.engine.config import TransferConfig
 from syncline.engine.errors import ConfigError, TargetUnreachable
 from syncline.engine.targets import LeaderAddress
+from syncline.stages.completions import uninterrupted
 
 from ..urls import without_userinfo
 from .front import SGLangFront
@@ -82,15 +83,15 @@ class SGLangTarget:
         if self._standin is not None:
             await self._standin.attach()
             return LeaderAddress(self._standin.address, config.secret)
-        self._folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="syncline-")  # 0700
-        standin = SGLangReceiver(
-            self._url,
-            listen=f"unix:{self._folder}/sglang.sock",
-            options=self._options,
-            secret=config.secret,
-            bind_host=config.bind_host,
-        )
         try:
+            await uninterrupted(self._make_folder())
+            standin = SGLangReceiver(
+                self._url,
+                listen=f"unix:{self._folder}/sglang.sock",
+                options=self._options,
+                secret=config.secret,
+                bind_host=config.bind_host,
+            )
             await standin.start()
         except BaseException:
             await self._remove_folder()
@@ -104,6 +105,9 @@ class SGLangTarget:
         if standin is not None:
             await standin.close()
         await self._remove_folder()
+
+    async def _make_folder(self) -> None:
+        self._folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="syncline-")  # 0700
 
     async def _remove_folder(self) -> None:
         folder, self._folder = self._folder, ""

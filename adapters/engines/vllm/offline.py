@@ -11,6 +11,7 @@ the object refuses new ones: `NotServing`.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from syncline.engine.errors import BusyError, NotServing
+from syncline.stages.completions import uninterrupted
 
 _START_S = 10.0
 _DRAIN_S = 3600.0
@@ -71,15 +73,14 @@ class Offline:
         self._engine: Engine | None = None
         self._folder: Path | None = None
         self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ready: asyncio.Future[None] | None = None
 
     async def start(self) -> str:
         """Listen. Returns the url: ``unix:/path``."""
         mine = asyncio.get_running_loop()
         self._engine = _Async(self._object, self._its_loop or mine) if _is_async(self._object) else _Sync(self._object)
-        self._folder = await asyncio.to_thread(lambda: Path(tempfile.mkdtemp(prefix="syncline-llm-")))
+        await uninterrupted(self._make_folder())
         self._ready = mine.create_future()
         self._thread = threading.Thread(target=self._run, args=(mine, self._ready), name="syncline-llm", daemon=True)
         self._thread.start()
@@ -87,12 +88,15 @@ class Offline:
             await self._ready
         return f"unix:{self._folder}/front"
 
+    async def _make_folder(self) -> None:
+        self._folder = await asyncio.to_thread(lambda: Path(tempfile.mkdtemp(prefix="syncline-llm-")))
+
     async def close(self) -> None:
         """Stop listening. Idempotent."""
         thread, self._thread = self._thread, None
-        if thread is not None and self._loop is not None and self._stop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
-                self._loop.call_soon_threadsafe(self._stop.set)
+        if thread is not None:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended by itself
+                self._stop.set_result(None)
             await asyncio.to_thread(thread.join, _START_S)
         if self._engine is not None:
             self._engine.close()
@@ -101,13 +105,12 @@ class Offline:
 
     def _run(self, caller: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
         async def live() -> None:
-            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=0.5)
             await runner.setup()
             try:
                 await web.UnixSite(runner, f"{self._folder}/front").start()
                 caller.call_soon_threadsafe(_done, ready, None)
-                await self._stop.wait()
+                await asyncio.wrap_future(self._stop)  # which may have been set before this thread came here
             finally:
                 await runner.cleanup()
 

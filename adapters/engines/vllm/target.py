@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from syncline.engine.config import TransferConfig
 from syncline.engine.errors import ProtocolError, TargetUnreachable
 from syncline.engine.targets import LeaderAddress
+from syncline.stages.completions import uninterrupted
 
 from ..urls import problem_of, without_userinfo
 from .front import Front, is_loopback
@@ -132,8 +133,13 @@ class VLLMTarget:
             if self._object is not None:
                 from .offline import Offline
 
-                self._offline = Offline(self._object)
-                url = await self._offline.start()
+                offline = Offline(self._object)
+                try:
+                    url = await offline.start()
+                except BaseException:
+                    await uninterrupted(offline.close())
+                    raise
+                self._offline = offline
             self._front = Front(url, timeout_s=timeout_s)
         return self._front
 
