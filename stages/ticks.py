@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ class _Spec(ctypes.Structure):
     _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "first_s", "first_ns")]
 
 
+@functools.cache
 def _timerfd_calls() -> Any:
     """The C library, if it has Linux's timers that are file descriptors."""
     library = ctypes.CDLL(None, use_errno=True)
