@@ -241,7 +241,7 @@ def _figures(ratio: float, asked: Ask) -> dict[str, Any]:
 def _told(pushes: Pushes, bed: GpuBed, *, warm: int) -> dict[str, Any]:
     over = [push.seconds / max(push.busy_s.values()) for push in pushes.reports[-warm:] if any(push.busy_s.values())]
     return {
-        "over_busiest": statistics.median(over) if over else 0.0,
+        "over_busiest": statistics.median(over) if over else float("nan"),  # not measured, and no ratio is met by that
         "busy_s": pushes.busy_s, "tasks": pushes.tasks, "connect_s": pushes.connect_s, "device_tmp_bytes": bed.peak_bytes,
         "peak_tmp_bytes": pushes.peak_tmp_bytes,
     }  # fmt: skip

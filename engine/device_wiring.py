@@ -78,7 +78,8 @@ class Shares:
         rings, privates = [0], [0]
         for recipe in recipes:
             ringed = not places.isdisjoint(recipe.task.receivers)
-            rings.append(0 if not ringed or recipe.lent_whole else aligned(recipe.task.nbytes))
+            passes = ringed and recipe.layout.assembles and not recipe.lent_whole
+            rings.append(aligned(recipe.task.nbytes) if passes else 0)
             privates.append(recipe.layout.without_bucket if ringed else recipe.layout.with_bucket)
         ring, private = min(sum(rings), RING_BUCKETS * max(rings)), sum(privates)
         if ring + private > watermark:

@@ -233,9 +233,11 @@ class PathBase:
                     await collect(before(), failures)
                     before = None
                 if failures:
+                    del bucket
                     self._half.release(task)
                     continue
                 signal, retired = work(task, bucket), Signal[None]()
+                del bucket  # it may lie in a source's memory, which errors must not keep open with this frame
                 signal.subscribe(partial(retire, task, signal, retired))
                 running.append(retired)
                 while len(running) >= self._abreast:

@@ -64,7 +64,7 @@ class LandingStream:
                 if rows is not None:
                     rows.copy_(limbs, non_blocking=True)
             except Exception as error:  # noqa: BLE001 - raised by `result`
-                problem = error
+                problem = error.with_traceback(None)  # its frames hold what was to be worked on
             event = self._mark(self._stream)
 
         def result() -> int:

@@ -100,4 +100,4 @@ def _finish(result: Callable[[], int], done: Signal[None], whole: Signal[int]) -
         done.poll()
         whole.set(result())
     except Exception as error:  # noqa: BLE001 - handed to whoever waits
-        whole.fail(error)
+        whole.fail(error.with_traceback(None))  # its frames hold ``whole``, and what was worked on

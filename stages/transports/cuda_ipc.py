@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -142,13 +142,31 @@ class _Nowhere:
         """There is nothing to give back."""
 
 
+class _Shown(NamedTuple):
+    """What is made once, at the first offer.
+
+    Attributes:
+        exports: what receivers may open; keeps it.
+        memory: of the ring.
+        events: by slot.
+        ring, handles, lent: where receivers find the ring, the events, and what does not pass through the ring.
+    """
+
+    exports: Exports
+    memory: torch.Tensor
+    events: list[Any]
+    ring: Place
+    handles: list[EventHandle]
+    lent: dict[int, list[LentSegment]]
+
+
 class CudaIpcSender:
     """Implements `Sender`.
 
     Args:
         program: what this source rank does.
         landing: landing mode; not ``mapped``.
-        ring_nbytes: most bytes for the ring.
+        ring_nbytes: most bytes for the ring; the largest bucket that has to pass through it must have room there.
         runtime: the calls of CUDA, on the device where buckets are assembled.
         workers: threads that allocate.
         on_lost: see `OnLost`.
@@ -193,7 +211,8 @@ class CudaIpcSender:
         self._events: list[Any] = []
         self._loans: dict[int, _Place | _Nowhere] = {}
         self._nowhere = _Nowhere(runtime.device)
-        self._shown: tuple[Place, list[EventHandle], dict[int, list[LentSegment]]] | None = None
+        self._shown: _Shown | None = None
+        self._showing: Signal[_Shown] | None = None
         self._closed = False
 
     @property
@@ -217,13 +236,10 @@ class CudaIpcSender:
     async def offer(self, receivers: Collection[ReceiverId]) -> Mapping[int, bytes]:
         self._check_open()
         self.drop(receivers)
-        if self._shown is None:
-            self._shown = await self._workers.submit(self._show)
-        self._check_open()
-        ring, events, lent = self._shown
+        shown = await self._show()
         offer = CudaIpcOffer(
             version=VERSION, path=self._reception.expect(receivers), token=self._reception.token, mode=self._mode,
-            allocations=self._exports.handles, ring=ring, events=events, lent=lent,
+            allocations=shown.exports.handles, ring=shown.ring, events=shown.handles, lent=shown.lent,
         )  # fmt: skip
         data = msgspec.msgpack.encode(offer)
         return {receiver.target: data for receiver in receivers}
@@ -293,21 +309,48 @@ class CudaIpcSender:
         self._slots.close()
         self._exports.close()
         self._events.clear()
+        self._shown = None
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _show(self) -> tuple[Place, list[EventHandle], dict[int, list[LentSegment]]]:
-        """Allocate the ring and export everything, once. On a worker."""
-        memory = self._runtime.allocate(self._ring_nbytes)
-        ring = self._exports.place(memory)
+    async def _show(self) -> _Shown:
+        """What receivers are shown: made once, also where an offer is called off meanwhile, which a worker's job is not."""
+        if self._shown is None:
+            if self._showing is None:
+                self._showing = self._workers.submit(self._make)
+                self._showing.subscribe(self._made)
+            await self._showing
+        self._check_open()
+        assert self._shown is not None
+        return self._shown
+
+    def _made(self) -> None:
+        """It is there, or has failed. Nobody has it if this sender was closed meanwhile, and it goes."""
+        showing, self._showing = self._showing, None
+        if showing is None or showing.error is not None or self._closed:
+            return
+        self._shown = showing.result
+        self._exports, self._events = self._shown.exports, self._shown.events
+        self._pool = BufferPool(self._shown.memory)
+
+    def _make(self) -> _Shown:
+        """Allocate the ring and export everything. On a worker."""
+        exports = Exports(self._runtime)
+        try:
+            return self._export(exports)
+        except Exception as error:  # noqa: BLE001 - told, without the frames that would hold the ring as long as the error
+            exports.close()
+            raise error.with_traceback(None) from None
+
+    def _export(self, exports: Exports) -> _Shown:
         lent = {
-            task: [LentSegment(offset, self._exports.place(segment)) for offset, segment in segments.items()]
+            task: [LentSegment(offset, exports.place(segment)) for offset, segment in segments.items()]
             for task, segments in self._lent.items()
         }
-        self._events = [self._runtime.make_event() for _ in range(EVENTS)]
-        events = [EventHandle(device=self._runtime.uuid, handle=self._runtime.export_event(e)) for e in self._events]
-        self._pool = BufferPool(memory)
-        return ring, events, lent
+        events = [self._runtime.make_event() for _ in range(EVENTS)]
+        handles = [EventHandle(device=self._runtime.uuid, handle=self._runtime.export_event(event)) for event in events]
+        memory = self._runtime.allocate(self._ring_nbytes)  # last: most of what fails does so before
+        return _Shown(exports, memory, events, exports.place(memory), handles, lent)
 
     async def _await_closing(self, timeout_s: float) -> None:
         """Ask receivers to close what they have opened; memory is let go of when they have, or after ``timeout_s``."""
@@ -385,10 +428,12 @@ def _when(signal: Signal[Any], callback: Callable[[], None]) -> None:
 
 
 def ring_capacity(program: SourceProgram, watermark: int, whole: Collection[int] = ()) -> int:
-    """Bytes for the ring of a source rank: room for `RING_BUCKETS` of the largest, within the watermark; one at the least."""
+    """Bytes for the ring of a source rank: room for `RING_BUCKETS` of the largest, within ``watermark``.
+
+    No more than that, not even for one bucket: those for other transports count here too, and may be larger.
+    """
     sizes = [aligned(task.nbytes) for task in program.tasks if task.owner == program.rank and task.index not in whole]
-    largest = max(sizes, default=0)
-    return max(largest, min(watermark, sum(sizes), RING_BUCKETS * largest))
+    return min(watermark, sum(sizes), RING_BUCKETS * max(sizes, default=0))
 
 
 def _lent_as_a_whole(program: SourceProgram, lent: Lent) -> frozenset[int]:

@@ -48,13 +48,13 @@ class _Push:
         if signal is None:
             signal = self.arrived[task] = Signal()
             if self._error is not None:
-                signal.fail(self._error)
+                signal.fail(_anew(self._error))
         return signal
 
     def fail(self, error: TransportError) -> None:
         self._error = error
         for signal in self.arrived.values():
-            signal.fail(error)
+            signal.fail(_anew(error))
 
 
 class _Owner:
@@ -116,7 +116,7 @@ class _Owner:
         """A bucket's bytes in the ring."""
         ring = self._ring
         if ring is None:
-            raise self.error or TransportError(f"the memory of source rank {self.rank} is closed here")
+            raise _anew(self.error or TransportError(f"the memory of source rank {self.rank} is closed here"))
         bucket = ring[arrived.offset : arrived.offset + nbytes]
         if bucket.numel() != nbytes:
             raise TransportError(f"source rank {self.rank} named bytes beyond its ring of {ring.numel()} bytes")
@@ -137,7 +137,7 @@ class _Owner:
 
     def check(self) -> None:
         if self.error is not None:
-            raise self.error
+            raise _anew(self.error)
         try:
             self.channel.check()
         except TransportError as error:
@@ -271,14 +271,14 @@ class CudaIpcHalf:
         bucket = owner.bucket(arrived, nbytes)
         if not self.persistent:
             return bucket
-        place = self._landing[task.landing_offset : task.landing_offset + task.nbytes]
+        place = self._place(task)
         copying = follow(self._workers.submit(self._runtime.copy, _pairs(task, place, bucket, lent)), self._watch)
-        del bucket, lent  # the copy holds them until it is done, and then nothing does
+        del bucket, lent, place  # the copy holds them until it is done, and then nothing does
         self._copying.add(copying)
         copying.subscribe(lambda: self._copying.discard(copying))
         await copying
         owner.acknowledge(key, task.index)  # raises if the bucket may have been torn meanwhile
-        return place
+        return self._place(task)
 
     def release(self, task: TargetTask) -> None:
         if not self.persistent:
@@ -346,6 +346,10 @@ class CudaIpcHalf:
             raise TransportError(f"not linked with source rank {rank}")
         return owner
 
+    def _place(self, task: TargetTask) -> torch.Tensor:
+        """Where a bucket is copied to."""
+        return self._landing[task.landing_offset : task.landing_offset + task.nbytes]
+
     @staticmethod
     def _is_whole(task: TargetTask, lent: Mapping[int, torch.Tensor]) -> bool:
         """Nothing of the bucket passes through the ring."""
@@ -375,6 +379,13 @@ class CudaIpcHalf:
         )  # fmt: skip
         me = self._program.receiver
         owner.channel.send(Message(Kind.HELLO, push=offer.token, a=me.target, b=me.rank))
+
+
+def _anew(error: TransportError) -> TransportError:
+    """Another one that says the same. What is raised keeps the frames that it went through, and these what they look into: the
+    memory of a source would stay open as long as its link is known.
+    """
+    return TransportError(str(error))
 
 
 def _seen(bringing: asyncio.Task[torch.Tensor]) -> None:

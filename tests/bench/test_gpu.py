@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from syncline.bench import gpu_floors
 from syncline.bench.cli import main
-from syncline.bench.gpu import Ask, Bench, GpuArgs, table
+from syncline.bench.gpu import Ask, Bench, GpuArgs, _named, _told, table
 from syncline.bench.gpu_bed import GpuSetup, gpu_bed
 from syncline.bench.gpu_floors import Sizes, floors, kernels
 from syncline.bench.gpu_peer import Command
-from syncline.bench.measure.rows import Row, Skipped
+from syncline.bench.measure.rows import Row, Skipped, line
 
 CPU = torch.device("cpu")
 SIZES = Sizes(rows=130, columns=256, big=1 << 12, repeat=2)
@@ -92,6 +93,18 @@ def test_rows_say_what_was_asked_and_whether_it_is_met(capsys):
     assert "NOT" in shown[-2]
     assert "FAILED: TransportError: no" in shown[-1]
     assert all(isinstance(row, Row) for row in bench.rows[:-1])
+
+
+def test_pushes_without_a_busy_stage_do_not_meet_what_was_asked_of_it():
+    """Nothing was measured: no ratio, and none that is small enough."""
+    bench, push = Bench(GpuArgs(device="cpu")), SimpleNamespace(seconds=1.0, busy_s={"prepare": 0.0})
+    pushes = SimpleNamespace(reports=[push, push], busy_s={}, tasks=1, connect_s=0.0, peak_tmp_bytes=0)
+    row = bench._timed("work", next(iter(floors(CPU, SIZES))))
+    row = bench._overlap(_named(row, "a push", _told(pushes, SimpleNamespace(peak_bytes=0), warm=1)))
+    assert row.figures["met"] is False
+    assert math.isnan(row.figures["ratio"])
+    assert json.loads(line(row))["ratio"] is None
+    assert "nan" in list(table([row]))[-1]
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -21,6 +21,8 @@ from syncline.adapters.engines import ModuleLoader
 from syncline.engine import device_wiring, linking, transports, wiring
 from syncline.engine.errors import PlanError, PushError, PushTimeout
 from syncline.stages.ipc import Exports
+from syncline.stages.task_memory import Layout
+from syncline.stages.transports.cuda_ipc import ring_capacity
 
 STAGES = Path(__file__).parents[1] / "stages"
 THERE = "cuda:0"
@@ -343,11 +345,11 @@ async def test_targets_on_both_kinds_of_memory_are_refused_by_name(start_target,
         await engines(kit.row_shards(whole, 1), [there, here]).connect()
 
 
-def recipe(bucket, beside, *, lent_whole=False):
-    """What `Shares` looks at of a recipe: the sizes of its bucket and of what is needed beside it."""
+def recipe(bucket, beside, *, lent_whole=False, receiver="r", owner=0):
+    """What is looked at of a recipe for rank 0: the sizes of its bucket and of what is needed beside it."""
     return SimpleNamespace(
-        task=SimpleNamespace(nbytes=bucket, receivers=("r",)), lent_whole=lent_whole,
-        layout=SimpleNamespace(with_bucket=bucket + beside, without_bucket=beside),
+        task=SimpleNamespace(index=0, nbytes=bucket, receivers=(receiver,), owner=owner, segments=[]),
+        lent_whole=lent_whole, layout=Layout.of(0, (beside,) if beside else (), None if owner else bucket),
     )  # fmt: skip
 
 
@@ -359,6 +361,26 @@ def test_the_ring_and_the_tasks_share_the_watermark():
     assert (none.ring, none.private) == (0, 12 << 20)
     lent = device_wiring.Shares.of([*recipes, recipe(16 << 20, 0, lent_whole=True)], 12 << 20, ["r"])
     assert lent == shares, "no room for what receivers copy from where it lies"
+
+
+def test_no_room_in_the_ring_for_buckets_that_others_assemble():
+    own = [recipe(64 << 20, 4 << 20)]
+    alone = device_wiring.Shares.of(own, 1 << 30, ["r"])
+    shares = device_wiring.Shares.of([*own, *(recipe(256 << 20, 128 << 20, owner=1) for _ in range(20))], 1 << 30, ["r"])
+    assert shares.ring == alone.ring == 64 << 20
+    assert shares.private == (1 << 30) - shares.ring
+    small = device_wiring.Shares.of([recipe(900 << 20, 300 << 20, owner=1)], 300 << 20, ["r"])
+    assert (small.ring, small.private) == (0, 300 << 20), "a plan that fits"
+
+
+def test_the_ring_that_is_made_is_the_share_whatever_else_is_assembled():
+    """Buckets for other transports lie in private memory, however large."""
+    recipes = [recipe(100 << 20, 7 << 20) for _ in range(2)] + [recipe(256 << 20, 16 << 20, receiver="n") for _ in range(20)]
+    shares = device_wiring.Shares.of(recipes, 1 << 30, ["r"])
+    program = SimpleNamespace(rank=0, tasks=[one.task for one in recipes])
+    assert 100 << 20 <= ring_capacity(program, shares.ring) == shares.ring
+    assert shares.ring + shares.private <= 1 << 30
+    assert ring_capacity(program, 0) == 0, "all that goes over CUDA IPC is lent"
 
 
 def test_few_buckets_beside_many_small_needs_get_room_for_more_than_one():

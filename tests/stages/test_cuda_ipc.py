@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import signal
+import threading
+import weakref
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
+from syncline.scheduler.programs import ReceiverId
 from syncline.stages.cudart import CudaIpc
 from syncline.stages.errors import TransportError
+from syncline.stages.launched import DONE, Launched, both, failed
 from syncline.stages.transports.base import AHEAD
 from syncline.stages.transports.cuda_ipc import EVENTS, VERSION, CudaIpcOffer, CudaIpcSender
 from syncline.stages.transports.cuda_ipc_receiver import _pairs
+from syncline.stages.workers import Workers
 
 MODES = ["streamed", "staged"]
 each_mode = pytest.mark.parametrize("landing", MODES)
@@ -131,6 +137,34 @@ async def test_staged_buckets_are_copied_ahead_and_called_off_when_their_push_is
     begun.clear()
     await one.push(1)
     assert begun == tasks, "each once, in plan order"
+
+
+async def test_a_copy_that_fails_keeps_nothing_of_where_it_went_and_came_from(world, monkeypatch):
+    """Not even for as long as somebody has its error."""
+    one = await world(seed=21, transport="cuda_ipc", landing="staged")
+    (target,), source = one.targets.values(), one.sources[0]
+    copied = []
+
+    def copy(pairs):
+        copied.extend(weakref.ref(memory) for pair in pairs for memory in pair)
+        return both(Launched(DONE, lambda: 0, pairs), failed(MemoryError("no room")))
+
+    monkeypatch.setattr(target.half._runtime, "copy", copy)
+    source.fill(1)
+    await target.half.begin("a", timeout_s=30)
+    push = asyncio.create_task(source.push("a"))
+    gc.disable()
+    try:
+        with pytest.raises(MemoryError, match="no room") as raised:
+            await target.half.receive(target.program.tasks[0])
+        await asyncio.sleep(0.01)
+        assert raised.value.__traceback__ is not None
+        assert copied
+        assert [memory() for memory in copied[:2]] == [None, None]
+    finally:
+        gc.enable()
+    push.cancel()
+    await asyncio.gather(push, return_exceptions=True)
 
 
 def test_what_lies_between_lent_segments_is_copied_in_one_piece():
@@ -260,6 +294,115 @@ def test_mapped_is_refused_with_the_reason(world, peer, standins):
             program=peer.make_plan(spec).source_program(0), landing="mapped", ring_nbytes=1, runtime=standins.SharedMemoryIpc(),
             workers=None, on_lost=lambda *_: None,
         )  # fmt: skip
+
+
+@pytest.fixture
+def workers():
+    """Threads, with one to spare."""
+    made = Workers(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def runtime(standins):
+    """A `Counting` one."""
+    made = Counting(standins.SharedMemoryIpc())
+    yield made
+    made.free()
+
+
+class Counting:
+    """A runtime that remembers what it has allocated, and exports when ``go_on`` is set: it is at first."""
+
+    def __init__(self, runtime):
+        self._runtime = runtime
+        self.made = []
+        self.exporting, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def __getattr__(self, name):
+        return getattr(self._runtime, name)
+
+    def allocate(self, nbytes):
+        memory = self._runtime.allocate(nbytes)
+        self.made.append(weakref.ref(memory))
+        return memory
+
+    def export(self, address):
+        self.exporting.set()
+        assert self.go_on.wait(20)
+        return self._runtime.export(address)
+
+
+@pytest.fixture
+def make_sender(peer, runtime, workers, doorways):
+    """``make_sender(**options)``: a sender that nobody is linked with."""
+    program = peer.make_plan(peer.make_spec(seed=1, transport="cuda_ipc", landing="streamed")).source_program(0)
+    return lambda **options: CudaIpcSender(
+        program=program, landing="streamed", ring_nbytes=1 << 16, runtime=runtime, workers=workers, on_lost=lambda *_: None,
+        directory=doorways, **options,
+    )  # fmt: skip
+
+
+async def test_an_offer_called_off_while_the_ring_is_made_leaves_one_ring_to_the_next(make_sender, runtime, workers):
+    """Receivers that are shown one ring, while buckets are assembled in another, would land what happens to lie there."""
+    sender, receiver = make_sender(), ReceiverId(0, 0)
+    runtime.go_on.clear()
+    first = asyncio.create_task(sender.offer([receiver]))
+    await asyncio.to_thread(runtime.exporting.wait, 20)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = asyncio.create_task(sender.offer([receiver]))
+    await asyncio.sleep(0.05)
+    runtime.go_on.set()
+    offer = msgspec.msgpack.decode((await second)[0], type=CudaIpcOffer)
+    await asyncio.to_thread(workers.close)  # whatever else was given to them is done, too
+    assert len(runtime.made) == sender.exported == len(offer.allocations) == 1
+    base, _ = runtime.allocation_of(sender.ring._memory)
+    assert offer.allocations[offer.ring.allocation].handle == runtime.export(base)
+    await sender.close()
+
+
+@pytest.mark.parametrize("where", ["allocation_of", "export", "make_event"])
+async def test_an_offer_that_fails_leaves_nothing_and_may_be_made_again(make_sender, runtime, monkeypatch, where):
+    sender, receiver = make_sender(), ReceiverId(0, 0)
+
+    def fails(*_):
+        raise TransportError("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runtime, where, fails, raising=False)
+        for _ in range(3):
+            with pytest.raises(TransportError, match="no room"):
+                await sender.offer([receiver])
+    assert [memory() for memory in runtime.made if memory() is not None] == []
+    assert (sender.exported, sender.ring) == (0, None)
+    await sender.offer([receiver])
+    assert sender.exported == 1
+    await sender.close()
+
+
+async def test_what_is_lent_is_exported_before_a_ring_is_allocated(make_sender, runtime):
+    alien = {0: {0: torch.zeros(64, dtype=torch.uint8)}}
+    sender = make_sender(lent=alien)
+    with pytest.raises(TransportError, match="cannot be shared"):
+        await sender.offer([ReceiverId(0, 0)])
+    assert runtime.made == []
+    await sender.close()
+
+
+async def test_a_sender_closed_while_the_ring_is_made_lets_go_of_it(make_sender, runtime):
+    sender = make_sender()
+    runtime.go_on.clear()
+    offering = asyncio.create_task(sender.offer([ReceiverId(0, 0)]))
+    await asyncio.to_thread(runtime.exporting.wait, 20)
+    await sender.close()
+    runtime.go_on.set()
+    with pytest.raises(TransportError, match="closed"):
+        await offering
+    assert sender.ring is None
+    assert [memory() for memory in runtime.made] == [None]
 
 
 @each_mode

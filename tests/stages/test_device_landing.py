@@ -18,7 +18,7 @@ from syncline.stages.completions import Signal
 from syncline.stages.device_landing import DeviceCopies, DeviceDigest, LandingStream
 from syncline.stages.digest import digest_bucket
 from syncline.stages.errors import TransportError
-from syncline.stages.launched import Launched, both, follow, then
+from syncline.stages.launched import Launched, both, failed, follow, then
 from syncline.stages.watch import Watch
 
 CPU = torch.device("cpu")
@@ -235,6 +235,41 @@ async def test_a_launch_that_fails_midway_is_told_when_the_device_is_done():
     async with asyncio.timeout(5):
         with pytest.raises(MemoryError, match="second kernel"):
             await whole
+
+
+@pytest.fixture
+def uncollected():
+    """No garbage collector: what is held by a cycle stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("how", ["copy", "kernels"])
+async def test_work_that_has_failed_holds_nothing_when_that_was_told(uncollected, how):
+    slow, watch, memory = SLOW.SlowDevice(free=False), Watch(), Memory()
+    held, event = weakref.ref(memory), slow.event()
+    event.record(None)
+
+    def work(_limbs):
+        raise MemoryError("no room for the first one")
+
+    started, error = Signal(), failed(MemoryError("no room for the second one"))
+    whole = follow(started, watch)
+    if how == "copy":  # as `CudaIpc.copy` does
+        started.set(both(Launched(event, lambda: 0, memory), error))
+    else:  # of two errors the second is asked of nobody
+        started.set(both(error, SLOW.SlowLanding(slow).launch(work, lambda _: 0, memory)))
+    del memory, started
+    await asyncio.sleep(0)
+    assert held() is not None
+    slow.done = float("inf")
+    async with asyncio.timeout(5):
+        with pytest.raises(MemoryError, match="second one") as raised:
+            await whole
+    assert raised.value is whole.error
+    assert held() is None
 
 
 async def test_a_closed_watch_leaves_nobody_waiting():

@@ -199,6 +199,35 @@ async def given_up(tasks):
     tasks.clear()
 
 
+@pytest.mark.parametrize("lent", [False, True])
+async def test_errors_that_are_kept_keep_no_memory_of_the_source_open(bed, lent):
+    """A receiver is given up between two buckets: no error may hold the frame that has had the first."""
+    one, paths = await bed("streamed", "exposed", lent=lent)
+    (source,) = one.sources
+    source.hold_before = source.program.tasks[3].index
+    source.fill(1)
+    for path in paths:
+        await path.begin("push", 30)
+    receiving = [asyncio.create_task(path.receive_all(1, lambda: None)) for path in paths]
+    sending = asyncio.create_task(source.push("push"))
+    await source.held.wait()
+    links = source.sender._links.values()
+    await until(lambda: not any(task < source.hold_before for link in links for _, task in link.under_way))
+    source.sender.drop(source.receivers)
+    errors = await asyncio.gather(*receiving, return_exceptions=True)
+    assert [type(error) for error in errors] == [TransportError] * len(paths)
+    halves = [target.half for target in one.targets.values()]
+    await until(lambda: all(half.handles[0] == half.handles[1] for half in halves))
+    for half in halves:
+        owner = half._owners[0]
+        for check in (half.check, owner.check, lambda owner=owner: owner.bucket(None, 1)):
+            with pytest.raises(TransportError, match="source rank 0"):
+                check()
+        assert owner.error.__traceback__ is None
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+
+
 @pytest.mark.parametrize("family", ["exposed", "hidden", "mixed"])
 @pytest.mark.parametrize("lent", [False, True])
 async def test_nothing_is_unmapped_while_the_device_works_on_it(bed, family, lent, monkeypatch):
