@@ -25,6 +25,7 @@ from syncline.scheduler.layout import Manifest
 from syncline.scheduler.outcome import PushOutcome, Spans
 from syncline.scheduler.plan import Plan, build_plan
 from syncline.stages.communicator import Rendezvous
+from syncline.stages.completions import uninterrupted
 
 from .config import TransferConfig
 from .coordination import LOST, Coordination, attempt_of
@@ -264,7 +265,7 @@ class Session:
         await self._exchange("planned", plan.digest.encode(), coordinator.decide_planned if coordinator else _not_here)
         old, self._wiring = self._wiring, None
         if old is not None:
-            await old.close()
+            await uninterrupted(old.close())
         self._wiring = await Wiring.make(self.source, plan, sources, targets, self.config, ranges=self._ranges)
         if coordinator is not None:
             coordinator.group_broken = True
@@ -342,15 +343,20 @@ class Session:
         try:
             return await work
         except BaseException as raised:
-            error = await self._cause_of(raised, what)
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(_STEP_MARGIN_S * 2):
-                    await self._spread(error)
-            if self._wiring is not None:
-                self._wiring.abort()
+            error = await uninterrupted(self._give_up(raised, what))
             if error is raised or isinstance(raised, asyncio.CancelledError):
                 raise
             raise error from raised
+
+    async def _give_up(self, raised: BaseException, what: Call) -> SynclineError:
+        """Tell everybody, in bounded time. Returns what the attempt has failed with."""
+        error = await self._cause_of(raised, what)
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_STEP_MARGIN_S * 2):
+                await self._spread(error)
+        if self._wiring is not None:
+            self._wiring.abort()
+        return error
 
     async def _cause_of(self, raised: BaseException, what: Call) -> SynclineError:
         """Why this rank failed: what another rank failed with, if all that is known here is that a link to it broke."""

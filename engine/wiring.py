@@ -20,7 +20,7 @@ from syncline.scheduler.programs import ReceiverId, SourceProgram, SourceTask
 from syncline.stages.barrier import GroupBarrier
 from syncline.stages.buffers import BufferPool
 from syncline.stages.communicator import Communicator, Rendezvous
-from syncline.stages.completions import Signal, TaskScope
+from syncline.stages.completions import Signal, TaskScope, uninterrupted
 from syncline.stages.device import CudaDevice
 from syncline.stages.device_h2d import DeviceH2DStage
 from syncline.stages.h2d import H2DStage
@@ -31,7 +31,7 @@ from syncline.stages.send import SendStage
 from syncline.stages.task_memory import TaskMemory, private_capacity
 from syncline.stages.transports.cuda_ipc import Lent
 from syncline.stages.transports.nccl import GATHER, plan_order
-from syncline.stages.workers import Workers
+from syncline.stages.workers import Workers, call_in_thread
 
 from .config import TransferConfig
 from .device_wiring import DeviceRig, Held, home_of
@@ -165,9 +165,7 @@ class Wiring:
             return cls(plan, config, await asyncio.shield(resolving), workers, ranges)
         except BaseException:
             workers.close(0.0)
-            with contextlib.suppress(Exception):  # a thread cannot be called off, and what it page-locks must not stay so
-                if (rig := (await resolving).rig) is not None:
-                    await rig.close()
+            await uninterrupted(_unmade(resolving))
             raise
 
     def _make_stages(self, resolved: Resolved, lent: Collection[int]) -> tuple[H2DStage | DeviceH2DStage, PrepareStage]:
@@ -218,6 +216,7 @@ class Wiring:
         for kind, targets in self._by_kind(link).items():
             receivers = [receiver for target in targets for receiver in self.receivers[target]]
             offers.update({str(t): d for t, d in (await self._senders[kind].offer(receivers)).items()})
+            self._dropped -= set(targets)  # from here on they may be dropped again: one that refuses holds up nobody
         return offers
 
     async def link(self, link: Iterable[int], *, timeout_s: float) -> dict[str, tuple[str, str]]:
@@ -228,7 +227,6 @@ class Wiring:
             receivers = [receiver for target in targets for receiver in self.receivers[target]]
             errors = await self._senders[kind].link(receivers, timeout_s=timeout_s)
             failed.update({str(receiver.target): _wire(error) for receiver, error in errors.items()})
-            self._dropped -= set(targets)
 
         linking = [over(kind, targets) for kind, targets in self._by_kind(link).items()]
         for error in await asyncio.gather(*linking, return_exceptions=True):
@@ -381,7 +379,14 @@ class Wiring:
         if self._rig is not None:
             await self._rig.close()
         with contextlib.suppress(RuntimeError):
-            await asyncio.to_thread(self._workers.close)
+            await call_in_thread(self._workers.close, name="syncline-stop")
+
+
+async def _unmade(resolving: asyncio.Task[Resolved]) -> None:
+    """A thread cannot be called off, and what it page-locks must not stay so."""
+    with contextlib.suppress(Exception):
+        if (rig := (await resolving).rig) is not None:
+            await rig.close()
 
 
 def _stages(task: SourceTask, *, sent: bool) -> tuple[StageName, ...]:

@@ -135,10 +135,14 @@ class NcclCommunicator:
         one = cls(issuer, label, rank, size)
         until = issuer.clock() + timeout_s
 
+        joined: list[Rendezvous] = []
+        cancelled = threading.Event()
+
         def identity() -> bytes:
             mine = Rendezvous.join(rendezvous.endpoint, timeout_s=timeout_s)
+            joined.append(mine)
             try:
-                return _identity(mine, issuer.runtime, name, rank, size)
+                return _identity(mine, issuer.runtime, name, rank=rank, size=size, cancelled=cancelled)
             finally:
                 mine.close()
 
@@ -149,11 +153,13 @@ class NcclCommunicator:
                 await one._made
                 one.set_deadline(until - issuer.clock())
                 await one._greet(device, one_way)
-        except TimeoutError:
+        except BaseException as error:
+            cancelled.set()
+            for client in joined:
+                client.interrupt()
             _ = one.abort()
-            raise TransportError(f"rank {rank} of {size} did not meet the others within {timeout_s:g} s") from None
-        except BaseException:
-            _ = one.abort()
+            if isinstance(error, TimeoutError):
+                raise TransportError(f"rank {rank} of {size} did not meet the others within {timeout_s:g} s") from None
             raise
         one._until = float("inf")
         return one
@@ -247,15 +253,21 @@ class NcclCommunicator:
             signal.fail_threadsafe(error)
 
 
-def _identity(rendezvous: Rendezvous, runtime: NcclRuntime, name: str, rank: int, size: int) -> bytes:
+def _identity(
+    rendezvous: Rendezvous, runtime: NcclRuntime, name: str, *, rank: int, size: int, cancelled: threading.Event
+) -> bytes:
     """The identity of a communicator: rank 0 makes it and tells the others, once all have come. Blocks.
 
     NCCL waits for the ranks of an identity without end, with a thread and sockets of its own: none is made for those who do not
-    come.
+    come, nor by one whom nobody waits for any more.
     """
     try:
+        if cancelled.is_set():
+            raise RuntimeError("nobody wants to join any more")
         if rank == 0:
             rendezvous.store.wait([f"{name} {other}" for other in range(1, size)])
+            if cancelled.is_set():
+                raise RuntimeError("nobody wants to join any more")
             unique_id = runtime.unique_id()
             rendezvous.store.set(name, unique_id.hex())
             return unique_id

@@ -11,7 +11,7 @@ from torch import nn
 from syncline.adapters.engines import ModuleLoader, SGLangTarget, VLLMTarget
 from syncline.adapters.trainers import ModuleSource
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
-from syncline.engine.errors import PlanError, PushTimeout, TargetUnreachable, TransportError
+from syncline.engine.errors import BusyError, PlanError, PushTimeout, TargetUnreachable, TransportError
 from syncline.engine.session import _typed
 from syncline.engine.targets import LeaderAddress
 from syncline.engine.wiring import Wiring
@@ -185,7 +185,35 @@ async def test_a_target_that_does_not_link_over_one_transport_does_not_hold_up_t
     wiring._senders = {"shm": Stopped(), "gloo": There()}
     failed = await wiring.link([0, 1], timeout_s=20.0)
     assert failed == {"0": ("TransportError", "did not come")}
-    assert not wiring._dropped
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.timeout(120)
+async def test_a_target_that_refuses_to_link_anew_holds_up_nobody(transport, tmp_path):
+    """After a push that was cancelled all targets link anew; for one that says no at once nobody waits until its deadline."""
+    receivers = [
+        Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/{name}", initial_version=0) for name in ("no", "yes")
+    ]
+    for receiver in receivers:
+        await receiver.start()
+    config = TransferConfig(trace=False, transport=transport, push_timeout_s=3600, target_timeout_s=1800)
+    async with TransferEngine(
+        source=ModuleSource(nn.Linear(8, 8), world_size=1), targets=[RemoteTarget(r.address) for r in receivers], config=config
+    ) as engine:
+        assert (await engine.push(1)).ok
+        engine._session._wiring.drop_targets([0, 1])  # as a push does that is lost or cancelled
+        for handle in engine._session._coordinator.handles:
+            handle.unlinked("cancelled")
+
+        async def refuse(request):
+            raise BusyError("a push is under way")
+
+        receivers[0]._leader.connect = refuse
+        report = await engine.push(2)
+        assert [result.ok for result in report.targets.values()] == [False, True]
+        assert "a push is under way" in str(report)
+    for receiver in receivers:
+        await receiver.close()
 
 
 async def test_an_error_of_one_transport_is_told_when_the_others_have_ended():

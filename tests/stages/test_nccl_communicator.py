@@ -200,6 +200,33 @@ async def test_those_who_do_not_come_are_named_in_time(meet, fabric):
         await meet(2, timeout_s=0.3, ranks=[1])
 
 
+async def test_who_is_cancelled_while_others_come_makes_no_identity(fabric):
+    """NCCL would await those whom it is for, without end; and the thread that waits for them ends at once."""
+    rendezvous = Rendezvous.host("127.0.0.1", timeout_s=600)
+
+    def create(rank):
+        return NcclCommunicator.create(
+            rendezvous, issuer=Issuer(fabric.runtime()), name="n", label="test", rank=rank, size=2, timeout_s=600, device=CPU
+        )
+
+    async with asyncio.timeout(60):
+        first = asyncio.create_task(create(0))
+        while not any(thread.name == "syncline-nccl-meet" for thread in threading.enumerate()):
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        while any(thread.name == "syncline-nccl-meet" for thread in threading.enumerate()):
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(create(1))  # comes late
+        store = Rendezvous.join(rendezvous.endpoint, timeout_s=60)
+        await asyncio.to_thread(store.store.wait, ["n 1"])
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+    assert next(fabric.numbers) == 1
+    store.close()
+    rendezvous.close()
+
+
 async def test_three_ranks_one_way(meet):
     source, *takers = await meet(3, one_way=True)
     memory = [filled(0), filled(0)]
