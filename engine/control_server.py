@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from syncline.stages.completions import uninterrupted
+from syncline.stages.workers import call_in_thread
 
 from .address import Address, inode_of, open_listener, remove_socket_file
 from .auth import NONCE, Signer
@@ -97,7 +98,8 @@ class ControlServer:
         await uninterrupted(self._start())
 
     async def _start(self) -> None:
-        listener, real = await asyncio.to_thread(open_listener, self._wanted)
+        # not on asyncio's own threads, which others may keep busy: this is not called off
+        listener, real = await call_in_thread(lambda: open_listener(self._wanted), name="syncline-listen")
         self._real, self._inode = real, inode_of(real)
         app = web.Application()
         app.router.add_get("/status", self._handler(self._status))

@@ -22,7 +22,7 @@ from syncline.stages.completions import TaskScope
 from syncline.stages.device_marks import DeviceMarks
 from syncline.stages.transports.base import Lease
 from syncline.stages.watch import Watch
-from syncline.stages.workers import Workers
+from syncline.stages.workers import Workers, call_in_thread
 
 from .control import traceback_text
 from .errors import BusyError, DigestMismatch, PlanError, ProtocolError, PushAborted, PushTimeout, SynclineError, TransportError
@@ -541,7 +541,7 @@ class Rank:
         if link is not None:
             await close_path(link.path)
         self._leases = []  # not released: live parameters may lie there for as long as the process serves them
-        await asyncio.to_thread(self._stop_threads)
+        await call_in_thread(self._stop_threads, name="syncline-stop")
 
     def _stop_threads(self) -> None:
         if not (self._loader.close(_STOP_S) and self._workers.close(_STOP_S)):

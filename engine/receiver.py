@@ -8,8 +8,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from syncline.stages.completions import TaskScope, uninterrupted
+from syncline.stages.completions import TaskScope, uninterrupted, unless_called_off
 from syncline.stages.device_marks import DeviceMarks
+from syncline.stages.workers import call_in_thread
 
 from .address import Address
 from .control_server import ControlServer
@@ -62,7 +63,8 @@ class Receiver:
         advertise: host under which sources and other ranks reach this rank, where ``listen`` does not say it (0.0.0.0).
         bind_host: address that this rank's own data connections (gloo) bind to; None takes that of ``listen``.
         on_commit: called with the version under pause, once per version on every rank, after all content is in place: drop
-            prefix caches here. A plain function runs on the loader's thread; what it returns is awaited if it can be.
+            prefix caches here. A plain function runs on the loader's thread; what it returns is awaited if it can be. It must
+            not close the receiver, which waits for it.
         heartbeat_s, patience_s: ranks of a target look after each other so often, and give each other up after so long
             without a sign of life, in seconds.
         observers: are told what happens on this rank, such as `PrometheusMetrics`. They cannot touch a push.
@@ -126,11 +128,21 @@ class Receiver:
         self._joining: asyncio.Task[None] | None = None
         self._observers = Observers(observers=tuple(observers))
         self._closed = False
+        self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen. On a rank that is not the leader, also begin to look for the leader; `joined` waits until it is found."""
-        if self._closed or self._rank is not None:
+        if self._closed or self._starting is not None:
             raise ClosedError("this receiver is closed; make a new one" if self._closed else "this receiver runs already")
+        self._starting = asyncio.create_task(self._start(), name="syncline-receiver-start")
+        try:
+            await unless_called_off(self._starting, ClosedError("this receiver was closed while it started; make a new one"))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
         self._scope = TaskScope()
         rank, world_size = self._place
         self._rank = Rank(
@@ -149,13 +161,9 @@ class Receiver:
             scope=self._scope,
             on_update=self._tell_update if self._observers else None,
         )
-        try:
-            await self._rank.start()
-            await self._server.start()
-            self._start_place(self._rank, self._scope)
-        except BaseException:
-            await self.close()
-            raise
+        await self._rank.start()
+        await self._server.start()
+        self._start_place(self._rank, self._scope)
         self._observers.tell("receiver_started", lambda: self)
 
     def _tell_update(self, update: UpdateEnd) -> None:
@@ -217,12 +225,16 @@ class Receiver:
         Live parameters stay valid, and are served or not as before. Once begun it is done, also where its caller is cancelled
         meanwhile.
         """
-        if self._closed:
-            return
-        self._closed = True
-        await uninterrupted(self._close())
+        if self._closing is None:
+            self._closed = True
+            self._closing = asyncio.create_task(self._close(), name="syncline-receiver-close")
+        if not self._closing.done():
+            await uninterrupted(self._closing)
 
     async def _close(self) -> None:
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         if self._joining is not None:
             self._joining.cancel()
             await asyncio.gather(self._joining, return_exceptions=True)
@@ -236,7 +248,7 @@ class Receiver:
         if self._scope is not None:
             await self._scope.join(_CLOSE_S)
         if self._observers:
-            await asyncio.to_thread(self._observers.close)
+            await call_in_thread(self._observers.close, name="syncline-observers-close")
 
     async def __aenter__(self) -> Self:
         await self.start()

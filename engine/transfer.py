@@ -12,7 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from syncline.stages.completions import uninterrupted
+from syncline.stages.completions import uninterrupted, unless_called_off
+from syncline.stages.workers import call_in_thread
 
 from .config import TransferConfig
 from .device_wiring import after_caller
@@ -80,7 +81,8 @@ class TransferEngine:
         self._session: Session | None = None
         self._home: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[PushReport] | None = None
-        self._connecting = False
+        self._connecting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._closed = False
         self._thread: _LoopThread | None = None
 
@@ -108,20 +110,21 @@ class TransferEngine:
             SourceRankLost: the ranks did not meet within ``connect_timeout_s``.
         """
         self._claim_loop()
-        if self._session is not None or self._connecting:
+        if self._session is not None or self._connecting is not None:
             raise BusyError("this engine is connected already" if self._session else "connect() is running already")
-        self._connecting = True
+        self._connecting = asyncio.create_task(self._connect(), name="syncline-connect")
+        try:
+            await unless_called_off(self._connecting, ClosedError("this engine was closed while it connected; make a new one"))
+        finally:
+            self._connecting = None
+
+    async def _connect(self) -> None:
         session = Session(self.source, self.targets, self.config, self._ranges)
         try:
             await session.connect()
         except BaseException:
             await uninterrupted(session.close())
             raise
-        finally:
-            self._connecting = False
-        if self._closed:  # meanwhile, and whoever did that found no session
-            await uninterrupted(session.close())
-            raise ClosedError("this engine was closed while it connected; make a new one")
         self._session = session
 
     async def push(self, version: int, *, flush_cache: bool = False) -> PushReport:
@@ -195,25 +198,29 @@ class TransferEngine:
         return report
 
     async def close(self) -> None:
-        """Cancel a running push, wait a bounded time for abandoned work, close every link. Idempotent.
+        """Cancel what runs, wait a bounded time for abandoned work, close every link. Idempotent.
 
         Once begun it is done, also where its caller is cancelled meanwhile.
         """
-        if self._closed:
-            return
-        if self._home is not None:
-            self._claim_loop()
-        self._closed = True
-        await uninterrupted(self._close())
+        if self._closing is None:
+            if self._home is not None:
+                self._claim_loop()
+            self._closed = True
+            self._closing = asyncio.create_task(self._close(), name="syncline-close")
+        if not self._closing.done():
+            await uninterrupted(self._closing)
 
     async def _close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
         if self._running is not None and not self._running.done():
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
         if self._observers:
-            await asyncio.to_thread(self._observers.close)
+            await call_in_thread(self._observers.close, name="syncline-observers-close")
 
     def connect_blocking(self) -> None:
         """`connect`, from synchronous code."""
@@ -227,6 +234,8 @@ class TransferEngine:
 
     def close_blocking(self) -> None:
         """`close`, from synchronous code; ends the engine's thread."""
+        if self._thread is not None and self._thread.ended:
+            return
         self._blocking(self.close())
         if self._thread is not None:
             self._thread.stop()
@@ -282,6 +291,10 @@ class _LoopThread:
         except BaseException:
             future.cancel()  # an interrupt of the waiting thread aborts the push, too
             raise
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -14,10 +14,11 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from syncline.scheduler.completion import Completion
+from syncline.scheduler.errors import SynclineError
 
 from .errors import TransportError
 
-__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "all_of", "uninterrupted"]
+__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "all_of", "uninterrupted", "unless_called_off"]
 
 T = TypeVar("T")
 
@@ -125,12 +126,12 @@ def all_of(signals: Sequence[Signal[Any]]) -> Signal[None]:
     return whole
 
 
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+async def uninterrupted(work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
     """Carry ``work`` out to its end, also where the caller is cancelled meanwhile: that is raised when the work has ended.
 
-    For what lets go of things, which must neither stop halfway nor take long.
+    For what lets go of things, which must neither stop halfway nor take long. Several may await one task.
     """
-    task = asyncio.create_task(work)
+    task = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -140,6 +141,17 @@ async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled():
             task.exception()  # the cancellation is what is told
         raise
+
+
+async def unless_called_off(task: asyncio.Task[T], error: SynclineError) -> T:
+    """Await a task that others may cancel: where they did, and nobody has cancelled the caller, ``error`` is raised."""
+    try:
+        return await task
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if caller is not None and caller.cancelling():
+            raise
+        raise error from None
 
 
 def gloo_text(error: BaseException) -> str:

@@ -113,10 +113,10 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class _CancelledAt:
-    """Awaits a coroutine, and cancels the task that does so when it is to wait for the ``number``th time."""
+    """Awaits a coroutine, and acts (or cancels the task that awaits) when it is to wait for the ``number``th time."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, object], number: int) -> None:
-        self._coroutine, self.left = coroutine, number
+    def __init__(self, coroutine: Coroutine[Any, Any, object], number: int, act: Callable[[], object] | None) -> None:
+        self._coroutine, self.left, self._act = coroutine, number, act
 
     def __await__(self) -> Generator[Any, Any, None]:
         steps = self._coroutine.__await__()
@@ -125,7 +125,7 @@ class _CancelledAt:
             while True:
                 self.left -= 1
                 if self.left == 0:
-                    asyncio.current_task().cancel()
+                    (self._act or asyncio.current_task().cancel)()
                 try:
                     said = yield waits
                 except BaseException as error:  # noqa: BLE001 - for the coroutine to see
@@ -135,15 +135,16 @@ class _CancelledAt:
 
 
 @pytest.fixture
-def cancelled_at() -> Callable[[Coroutine[Any, Any, object], int], Coroutine[Any, Any, bool]]:
+def cancelled_at() -> Callable[..., Coroutine[Any, Any, bool]]:
     """``await cancelled_at(coroutine, number)``: in a task of its own, cancelled where it waits for the ``number``th time.
 
-    Returns whether it came to that. With 1, 2, … until it did not, a test cancels it wherever it can be.
+    Returns whether it came to that. With 1, 2, … until it did not, a test cancels it wherever it can be. Given ``act``, that is
+    called there instead.
     """
 
-    async def run(coroutine: Coroutine[Any, Any, object], number: int) -> bool:
+    async def run(coroutine: Coroutine[Any, Any, object], number: int, act: Callable[[], object] | None = None) -> bool:
         async def one() -> bool:
-            running = _CancelledAt(coroutine, number)
+            running = _CancelledAt(coroutine, number, act)
             with contextlib.suppress(asyncio.CancelledError):
                 await running
             return running.left <= 0

@@ -11,6 +11,7 @@ a lease is asked by trying an exclusive lock.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import mmap
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 from ..errors import TransportError
+from ..workers import Workers
 
 _PAGE = mmap.PAGESIZE
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1
@@ -92,6 +94,16 @@ class Segment:
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
         with contextlib.suppress(OSError):  # older kernels: receivers hold read-only descriptors all the same
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+
+
+async def made(workers: Workers, number: int, nbytes: int) -> Segment:
+    """A segment, made by a worker. For whoever is cancelled meanwhile it is closed once it is there."""
+    making = workers.submit(Segment, number, nbytes)
+    try:
+        return await making
+    except asyncio.CancelledError:
+        making.subscribe(lambda: None if making.error is not None else making.result.close())
+        raise
 
 
 class Mapping:

@@ -29,7 +29,7 @@ from ..workers import Workers
 from .base import LandingMode, Loan, OnLost, push_key
 from .channel import Channel, Kind, Message
 from .reception import Reception
-from .shared_memory import Segment
+from .shared_memory import Segment, made
 from .shm_landing import LandingBuffers
 
 RING = 0
@@ -225,7 +225,7 @@ class ShmSender:
         if self._mode != "streamed":
             await self._landing.fill_up()
         elif self._ring is None:
-            self._ring = await self._workers.submit(Segment, RING, self._ring_nbytes)
+            self._ring = await made(self._workers, RING, self._ring_nbytes)
             self._pool = BufferPool(self._ring.memory)
 
     def _welcome(self, receiver: ReceiverId, channel: Channel) -> None:

@@ -14,7 +14,7 @@ from ..completions import Signal
 from ..errors import TransportError
 from ..workers import Workers
 from .base import LandingMode, Loan
-from .shared_memory import Segment
+from .shared_memory import Segment, made
 
 MAX_BUFFERS = 4
 """Landing buffers that one source rank has at most."""
@@ -172,7 +172,7 @@ class LandingBuffers:
             )
 
     async def _add(self) -> Segment:
-        segment = await self._workers.submit(Segment, next(self._numbers), self._nbytes)
+        segment = await made(self._workers, next(self._numbers), self._nbytes)
         self.segments.append(segment)
         self.writers[segment.number] = 0
         return segment

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import gc
+import socket
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from syncline.adapters.engines import ModuleLoader
 from syncline.adapters.trainers import ModuleSource
-from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine
+from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine, wiring
 from syncline.engine.errors import ClosedError
+from syncline.engine.session import Session
 
 
 def ours():
-    """Threads and descriptors."""
+    """Threads, and what descriptors are of."""
     gc.collect()
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("syncline")]
-    return sorted(names), len(list(Path("/proc/self/fd").iterdir()))
+    files = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of this look
+            files.append(str(path.readlink()))
+    return sorted(names), files
 
 
 async def nothing_is_left(before, what):
     """What is about to end gets time for it: a thread on its way out, a connection that the loop has yet to drop."""
     for _ in range(300):
         (threads, files), tasks = ours(), asyncio.all_tasks() - {asyncio.current_task()}
-        if threads == before[0] and files <= before[1] and not tasks:
+        if threads == before[0] and len(files) <= len(before[1]) and not tasks:
             return
         await asyncio.sleep(0.01)
-    pytest.fail(f"{what}: threads {threads}, descriptors {files} of {before[1]}, tasks {tasks}")
+    left = sorted(set(files) - set(before[1]))
+    pytest.fail(f"{what}: left are threads {threads}, descriptors {left}, tasks {tasks}")
 
 
 def engine_of(receiver, transport):
@@ -63,13 +75,138 @@ async def test_cancelled_wherever_it_waits(what, transport, tmp_path, cancelled_
     assert number > 1
 
 
-async def test_an_engine_that_is_closed_while_it_connects(tmp_path):
-    before = ours()
+@pytest.mark.parametrize("what", ["engine", "receiver"])
+async def test_closed_while_it_begins(what, tmp_path):
+    """By another task, after so many turns of the loop, until it is there before it is closed."""
+    turns, began = 0, False
+    while not began:
+        before = ours()
+        receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/{turns}")
+        engine = None
+        if what == "engine":
+            await receiver.start()
+            engine = engine_of(receiver, "shm")
+        beginning = asyncio.create_task(engine.connect() if engine else receiver.start())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        began = beginning.done()
+        await (engine or receiver).close()
+        if began:
+            await beginning
+        else:
+            with pytest.raises(ClosedError, match="closed"):
+                await beginning
+        await receiver.close()
+        await nothing_is_left(before, f"the {what}, closed after {turns} turns")
+        turns = 2 * turns + 1
+    assert turns > 7
+
+
+def test_an_engine_that_is_closed_while_another_thread_connects(silent):
+    engine = TransferEngine(
+        source=ModuleSource(nn.Linear(8, 8), world_size=1), targets=[RemoteTarget(f"tcp://127.0.0.1:{silent}")],
+        config=TransferConfig(trace=False, connect_timeout_s=600),
+    )  # fmt: skip
+    said = []
+
+    def connect():
+        try:
+            engine.connect_blocking()
+        except ClosedError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    while engine._connecting is None:
+        time.sleep(0.01)
+    engine.close_blocking()
+    thread.join(60)
+    assert said == ["this engine was closed while it connected; make a new one"]
+    engine.close_blocking()  # idempotent
+
+
+@pytest.fixture
+def silent():
+    """The port of a server that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+async def test_who_closes_what_is_being_closed_waits_for_its_end(tmp_path, monkeypatch):
+    """As after an interrupt: the loop must not be stopped under the first one."""
+    ended, may_end, close = [], asyncio.Event(), Session.close
+
+    async def slow(self):
+        await may_end.wait()
+        await close(self)
+        ended.append("session")
+
+    monkeypatch.setattr(Session, "close", slow)
     async with Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s") as receiver:
         engine = engine_of(receiver, "shm")
-        connecting = asyncio.create_task(engine.connect())
+        await engine.connect()
+        first = asyncio.create_task(engine.close())
         await asyncio.sleep(0)
-        await engine.close()
-        with pytest.raises(ClosedError, match="closed while it connected"):
-            await connecting
-    await nothing_is_left(before, "the engine")
+        first.cancel()
+        second = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        assert not first.done() and not second.done()
+        may_end.set()
+        await second
+        assert ended == ["session"]
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+
+async def test_a_close_does_not_wait_for_threads_that_others_keep_busy(tmp_path):
+    may_end = threading.Event()
+    busy = concurrent.futures.ThreadPoolExecutor(1)
+    receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s")
+    await receiver.start()
+    engine = engine_of(receiver, "gloo")
+    await engine.connect()
+    asyncio.get_running_loop().set_default_executor(busy)
+    waiting = asyncio.get_running_loop().run_in_executor(None, may_end.wait)
+    try:
+        async with asyncio.timeout(60):
+            await engine.close()
+            await receiver.close()
+    finally:
+        may_end.set()
+        await waiting
+        busy.shutdown()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_what_a_thread_resolves_for_a_source_that_has_gone_is_let_go_of(times, monkeypatch):
+    """Its page-locks must not outlive the memory that they lock."""
+    closed, resolving, may_end = [], threading.Event(), threading.Event()
+
+    class Rig:
+        tmp_nbytes, private = {}, torch.empty(0, dtype=torch.uint8)
+
+        async def close(self):
+            closed.append(self)
+
+    def resolve(*_arguments, **_named):
+        resolving.set()
+        may_end.wait(60)
+        return Rig()
+
+    monkeypatch.setattr(wiring, "on_device", lambda _: True)
+    monkeypatch.setattr(wiring, "home_of", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(wiring, "CudaDevice", lambda home: SimpleNamespace(device=home))
+    monkeypatch.setattr(wiring, "transport_kinds", lambda *_: {})
+    monkeypatch.setattr(wiring, "in_place", lambda _: [])
+    monkeypatch.setattr(wiring, "DeviceRig", SimpleNamespace(resolve=resolve))
+    source = SimpleNamespace(buffers=list, rank=0)
+    plan = SimpleNamespace(source_program=lambda _: SimpleNamespace(tasks=()))
+    making = asyncio.create_task(wiring.Wiring.make(source, plan, [None], [], SimpleNamespace(workers=1)))
+    await asyncio.to_thread(resolving.wait, 60)
+    for _ in range(times):
+        making.cancel()
+        await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    assert len(closed) == 1

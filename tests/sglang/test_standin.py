@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from syncline.adapters.engines import reconciler
-from syncline.adapters.engines.sglang import SGLangOptions, SGLangReceiver
-from syncline.engine.errors import ConfigError, LoaderError, TargetUnreachable
+from syncline.adapters.engines.sglang import SGLangOptions, SGLangReceiver, ways
+from syncline.engine.errors import ClosedError, ConfigError, LoaderError, TargetUnreachable
 from syncline.scheduler.layout import Box, Buffer, BufferTable, Layout, Piece, PieceTable, Tensor, TensorTable
 
 LAYOUT = Layout(
@@ -30,6 +32,11 @@ async def until(holds: Any, what: str) -> None:
         while not holds():
             await asyncio.sleep(0.01)
     assert holds(), what
+
+
+def no_threads() -> bool:
+    """Not of ours: one that is on its way out may take a moment."""
+    return not any(thread.name.startswith("syncline-") for thread in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
@@ -219,5 +226,55 @@ async def test_whoever_stops_it_between_two_lives_leaves_nothing(scripted, cance
             scripted.answers["model_info"] = (200, {"weight_version": str(4 + number)})  # by another source
             came_to_it = await cancelled_at(receiver.attach(), number)
         assert kept.closed, f"cancelled where it waits for the {number}th time"
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("syncline-")]
+        await until(no_threads, "no thread is left")
     assert number > 20
+
+
+@pytest.mark.parametrize("what", ["start", "attach", "release_memory"])
+async def test_closed_by_another_task_wherever_it_waits(scripted, cancelled_at, what: str) -> None:
+    """What is under way is called off and says so; nothing is left, and a server whose version is whole goes on."""
+    number, came_to_it = 0, True
+    while came_to_it:
+        number += 1
+        scripted.answers["model_info"] = (200, {"weight_version": "3"})
+        receiver, closing = stand_in(scripted), []
+
+        async def run(number: int = number, receiver: SGLangReceiver = receiver, closing: list = closing) -> bool:
+            if what != "start":
+                await receiver.start()
+            if what == "attach":
+                scripted.answers["model_info"] = (200, {"weight_version": str(4 + number)})  # by another source
+            work = receiver.release_memory(["kv_cache"]) if what == "release_memory" else getattr(receiver, what)()
+            with contextlib.suppress(ClosedError):
+                return await cancelled_at(work, number, lambda: closing.append(asyncio.create_task(receiver.close())))
+            return True
+
+        async with asyncio.timeout(60):
+            came_to_it = await run()
+            await asyncio.gather(*closing)
+            await receiver.close()
+        await until(no_threads, f"no thread is left, closed where it waits for the {number}th time")
+        assert (receiver._receiver is None and receiver._hold is None) or not receiver._hold.held
+        assert receiver._watch is None or receiver._watch.done()
+        if what != "release_memory":
+            assert resumed(scripted) or "pause_generation" not in scripted.paths(), number
+        scripted.calls.clear()
+    assert number > 2
+
+
+async def test_a_server_that_does_not_let_a_group_go_holds_up_no_close(scripted, monkeypatch) -> None:
+    monkeypatch.setattr(ways, "_LAST_WORD_S", 0.05)
+
+    class Group:
+        place = SimpleNamespace(name="a group")
+
+        async def close(self) -> None:
+            pass
+
+    receiver = stand_in(scripted)
+    await receiver.start()
+    receiver._way._group = Group()
+    scripted.stuck["destroy_weights_update_group"] = asyncio.Event()
+    async with asyncio.timeout(20):
+        await receiver.close()
+    assert scripted.stuck["destroy_weights_update_group"].is_set()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -53,6 +53,7 @@ _OTHERS_S = 5.0
 """So long another one's update is waited for at the start."""
 _GIVE_BACK_S = 10.0
 _LAST_S = 2.0
+_CLOSED = "this SGLangReceiver is closed; make a new one"
 _UNKNOWN = "unknown"
 """Digest of a version that somebody else has committed: nothing that is pushed under it counts as the same."""
 
@@ -105,8 +106,11 @@ class SGLangReceiver:
         self._watch: asyncio.Task[None] | None = None
         self._hold: Hold | None = None
         self._changing = asyncio.Lock()
+        self._changer: asyncio.Task[Any] | None = None
+        self._called_off = False
         self._released: set[MemoryTag] = set()
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Look at the server, fence it if it has nothing to serve, and listen.
@@ -118,7 +122,7 @@ class SGLangReceiver:
             BusyError: another source is updating it, and goes on with that.
         """
         if self._closed or self._watch is not None:
-            raise ClosedError("this SGLangReceiver is closed; make a new one" if self._closed else "it runs already")
+            raise ClosedError(_CLOSED if self._closed else "it runs already")
         try:
             async with asyncio.timeout(_STARTING_S):
                 await self._attach_when_up()
@@ -128,6 +132,8 @@ class SGLangReceiver:
         except BaseException:
             await self.close()
             raise
+        if self._closed:
+            raise ClosedError(_CLOSED)
         self._watch = asyncio.create_task(self._watch_it(), name="syncline-sglang-watch")
 
     async def _attach_when_up(self) -> None:
@@ -148,9 +154,7 @@ class SGLangReceiver:
         Raises:
             BusyError: another source is updating the server. Nothing has changed here.
         """
-        async with self._changing:
-            if self._closed:
-                raise ClosedError("this SGLangReceiver is closed; make a new one")
+        async with self._alone():
             if self._receiver is None or not (self._busy() or await self._is_ours()):
                 await self._attach()
 
@@ -191,7 +195,7 @@ class SGLangReceiver:
             BusyError: a push into it is under way.
         """
         tags = list(dict.fromkeys(tags))
-        async with self._changing:
+        async with self._alone():
             problems = [] if self.info.memory_saver else ["the server was started without --enable-memory-saver"]
             problems += [f"{tag!r} is released already" for tag in tags if tag in self._released]
             if problems:
@@ -234,7 +238,7 @@ class SGLangReceiver:
         Raises:
             ConfigError: a tag was not released. SGLang would die of it.
         """
-        async with self._changing:
+        async with self._alone():
             wanted = set(self._released if tags is None else tags)
             if wanted - self._released:
                 raise ConfigError([f"{tag!r} is not released" for tag in sorted(wanted - self._released)])
@@ -253,19 +257,44 @@ class SGLangReceiver:
 
         Once begun it is done, also where its caller is cancelled meanwhile.
         """
-        if self._closed:
-            return
-        self._closed = True
-        await uninterrupted(self._close())
+        if self._closing is None:
+            self._closed = True
+            self._closing = asyncio.create_task(self._close(), name="syncline-sglang-close")
+        if not self._closing.done():
+            await uninterrupted(self._closing)
 
     async def _close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        await self._detach(_LAST_S)
-        if self._hold is not None:
-            self._hold.release()
+        if self._changer is not None:
+            self._called_off = True
+            self._changer.cancel()
+        async with self._changing:
+            await self._detach(_LAST_S)
+            if self._hold is not None:
+                self._hold.release()
         await self.front.close()
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """One change at a time, and none once it is closed; one that is under way then is called off.
+
+        Raises:
+            ClosedError: it is closed, or was meanwhile.
+        """
+        async with self._changing:
+            if self._closed:
+                raise ClosedError(_CLOSED)
+            self._changer = task = asyncio.current_task()
+            try:
+                yield
+            except asyncio.CancelledError:
+                if self._called_off and task is not None and task.uncancel() == 0:
+                    raise ClosedError(_CLOSED) from None
+                raise
+            finally:
+                self._changer = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -418,7 +447,7 @@ class SGLangReceiver:
                 log.debug("SGLang at %s: %s", self.front.url, error)
                 if self._receiver is not None and not self._busy():
                     log.warning("SGLang at %s is lost: %s", self.front.url, error)
-                    async with self._changing:
+                    async with self._alone():
                         await self._detach()
                         if self._hold is not None and not self._released:
                             self._hold.release()

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from syncline.engine.config import TransferConfig
 from syncline.engine.errors import ConfigError, TargetUnreachable
 from syncline.engine.targets import LeaderAddress
-from syncline.stages.completions import uninterrupted
 
 from ..urls import without_userinfo
 from .front import SGLangFront
@@ -84,7 +83,7 @@ class SGLangTarget:
             await self._standin.attach()
             return LeaderAddress(self._standin.address, config.secret)
         try:
-            await uninterrupted(self._make_folder())
+            self._folder = tempfile.mkdtemp(prefix="syncline-")  # 0700
             standin = SGLangReceiver(
                 self._url,
                 listen=f"unix:{self._folder}/sglang.sock",
@@ -105,9 +104,6 @@ class SGLangTarget:
         if standin is not None:
             await standin.close()
         await self._remove_folder()
-
-    async def _make_folder(self) -> None:
-        self._folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="syncline-")  # 0700
 
     async def _remove_folder(self) -> None:
         folder, self._folder = self._folder, ""

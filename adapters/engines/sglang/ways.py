@@ -136,8 +136,9 @@ class DistributedWay:
         store, self._store = self._store, None
         if group is not None:
             await group.close()
-            with contextlib.suppress(SynclineError):  # it may be gone, or have thrown the group away itself
-                await self._front.destroy_group(group.place.name)
+            with contextlib.suppress(SynclineError, TimeoutError):  # it may be gone, or have thrown the group away itself
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self._front.destroy_group(group.place.name)
         if store is not None:
             store.close()
 
@@ -170,7 +171,8 @@ class DiskWay:
         if self._read is None:
             self._model = info.model_path
         self._files, self._version = 0, None
-        self._folder = await asyncio.to_thread(self._make)
+        self._folder = Path(tempfile.mkdtemp(prefix="syncline-sglang-", dir=self._parent))
+        await asyncio.to_thread(self._fill, self._folder)
 
     async def send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
         assert self._folder is not None
@@ -196,15 +198,13 @@ class DiskWay:
         if read is not None:
             await asyncio.to_thread(shutil.rmtree, read, ignore_errors=True)
 
-    def _make(self) -> Path:
-        """A folder with everything of the model but its weights."""
-        folder = Path(tempfile.mkdtemp(prefix="syncline-sglang-", dir=self._parent))
+    def _fill(self, folder: Path) -> None:
+        """With everything of the model but its weights."""
         model = Path(self._model)
         if model.is_dir():
             for file in model.iterdir():
                 if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
-        return folder
 
 
 class TensorWay:

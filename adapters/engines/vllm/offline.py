@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from syncline.engine.errors import BusyError, NotServing
-from syncline.stages.completions import uninterrupted
+from syncline.stages.workers import call_in_thread
 
 _START_S = 10.0
 _DRAIN_S = 3600.0
@@ -80,7 +80,7 @@ class Offline:
         """Listen. Returns the url: ``unix:/path``."""
         mine = asyncio.get_running_loop()
         self._engine = _Async(self._object, self._its_loop or mine) if _is_async(self._object) else _Sync(self._object)
-        await uninterrupted(self._make_folder())
+        self._folder = Path(tempfile.mkdtemp(prefix="syncline-llm-"))
         self._ready = mine.create_future()
         self._thread = threading.Thread(target=self._run, args=(mine, self._ready), name="syncline-llm", daemon=True)
         self._thread.start()
@@ -88,16 +88,13 @@ class Offline:
             await self._ready
         return f"unix:{self._folder}/front"
 
-    async def _make_folder(self) -> None:
-        self._folder = await asyncio.to_thread(lambda: Path(tempfile.mkdtemp(prefix="syncline-llm-")))
-
     async def close(self) -> None:
         """Stop listening. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended by itself
                 self._stop.set_result(None)
-            await asyncio.to_thread(thread.join, _START_S)
+            await call_in_thread(lambda: thread.join(_START_S), name="syncline-llm-stop")
         if self._engine is not None:
             self._engine.close()
         if self._folder is not None:
