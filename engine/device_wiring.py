@@ -23,7 +23,7 @@ from syncline.stages.page_locks import PageLocks
 from syncline.stages.task_memory import TaskMemory
 from syncline.stages.transports.cuda_ipc import RING_BUCKETS
 from syncline.stages.watch import Watch
-from syncline.stages.workers import Workers
+from syncline.stages.workers import Workers, call_in_thread
 
 from .config import TransferConfig
 from .devices import host_buffers
@@ -198,7 +198,7 @@ class DeviceRig:
         if self.pool is not None:
             self.pool.close()
         self.pinned = self.private = torch.empty(0, dtype=torch.uint8)
-        await asyncio.to_thread(self.locks.close)
+        await call_in_thread(self.locks.close, name="syncline-unlock")
 
 
 def after_caller(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:

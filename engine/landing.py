@@ -247,7 +247,12 @@ class PathBase:
         finally:
             over = True
         if failures:
-            raise failures[0]
+            failure = failures[0]
+            failures.clear()  # else what it went through here would hold it, and with it whatever lies in its other frames
+            try:
+                raise failure
+            finally:
+                del failure
         self._half.check()
         digest = add_digests(parts) if self._route.verify else None
         return Received(digest=digest, buckets=len(parts), starved_s=self._starved_s)

@@ -45,6 +45,7 @@ CommitHook = Callable[[int], Awaitable[None] | None]
 _GRACE_S = 3.0
 """A rank waits so much longer than a deadline says, for the leader to decide first."""
 _STOP_S = 2.0
+_SETTLE_S = 15.0
 """How long `Rank.close` waits for each kind of threads."""
 
 
@@ -534,7 +535,10 @@ class Rank:
     async def close(self) -> None:
         """End everything in bounded time. Live parameters stay valid."""
         if self._update is not None:
-            await self.abandon("the receiver was closed")
+            settling = self._scope.start(self.abandon("the receiver was closed"))
+            with contextlib.suppress(TimeoutError):  # what the engine or a hook does may wait for this
+                async with asyncio.timeout(_SETTLE_S):
+                    await settling
         if self._linking is not None:
             await _cancel(self._linking)
         link, self._link = self._link, None

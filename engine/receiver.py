@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from syncline.stages.completions import TaskScope, uninterrupted, unless_called_off
+from syncline.stages.completions import TaskScope, to_its_end, unless_called_off
 from syncline.stages.device_marks import DeviceMarks
 from syncline.stages.workers import call_in_thread
 
@@ -63,8 +63,8 @@ class Receiver:
         advertise: host under which sources and other ranks reach this rank, where ``listen`` does not say it (0.0.0.0).
         bind_host: address that this rank's own data connections (gloo) bind to; None takes that of ``listen``.
         on_commit: called with the version under pause, once per version on every rank, after all content is in place: drop
-            prefix caches here. A plain function runs on the loader's thread; what it returns is awaited if it can be. It must
-            not close the receiver, which waits for it.
+            prefix caches here. A plain function runs on the loader's thread; what it returns is awaited if it can be. Neither
+            it nor ``serving`` may await `close`, which waits for them (and goes on without them after some seconds).
         heartbeat_s, patience_s: ranks of a target look after each other so often, and give each other up after so long
             without a sign of life, in seconds.
         observers: are told what happens on this rank, such as `PrometheusMetrics`. They cannot touch a push.
@@ -228,13 +228,12 @@ class Receiver:
         if self._closing is None:
             self._closed = True
             self._closing = asyncio.create_task(self._close(), name="syncline-receiver-close")
-        if not self._closing.done():
-            await uninterrupted(self._closing)
+        await to_its_end(self._closing)
 
     async def _close(self) -> None:
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+            await asyncio.wait({self._starting}, timeout=_CLOSE_S)  # what it has called may wait for this
         if self._joining is not None:
             self._joining.cancel()
             await asyncio.gather(self._joining, return_exceptions=True)

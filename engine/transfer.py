@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from syncline.stages.completions import uninterrupted, unless_called_off
+from syncline.stages.completions import to_its_end, uninterrupted, unless_called_off
 from syncline.stages.workers import call_in_thread
 
 from .config import TransferConfig
@@ -207,8 +207,7 @@ class TransferEngine:
                 self._claim_loop()
             self._closed = True
             self._closing = asyncio.create_task(self._close(), name="syncline-close")
-        if not self._closing.done():
-            await uninterrupted(self._closing)
+        await to_its_end(self._closing)
 
     async def _close(self) -> None:
         if self._connecting is not None:
@@ -234,7 +233,8 @@ class TransferEngine:
 
     def close_blocking(self) -> None:
         """`close`, from synchronous code; ends the engine's thread."""
-        if self._thread is not None and self._thread.ended:
+        if self._thread is not None and self._thread.stopping:
+            self._thread.stop()
             return
         self._blocking(self.close())
         if self._thread is not None:
@@ -246,6 +246,8 @@ class TransferEngine:
                 raise ClosedError("this engine lives on the event loop on which connect() was awaited; await its methods there")
             if self._thread is None:
                 self._thread = _LoopThread()
+            elif self._thread.stopping:
+                raise ClosedError("this engine is closed; make a new one")
         except BaseException:
             work.close()
             raise
@@ -275,6 +277,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.loop = _new_loop()
+        self.stopping = False
         self._thread = threading.Thread(target=self._run, name="syncline-loop", daemon=True)
         self._thread.start()
 
@@ -292,12 +295,11 @@ class _LoopThread:
             future.cancel()  # an interrupt of the waiting thread aborts the push, too
             raise
 
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
     def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """Idempotent; returns when it has ended."""
+        if not self.stopping:
+            self.stopping = True
+            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
 
 

@@ -160,9 +160,9 @@ class Wiring:
             )  # fmt: skip
 
         workers = Workers(config.workers)
-        resolving = asyncio.create_task(asyncio.to_thread(resolve))
+        resolving = call_in_thread(resolve, name="syncline-resolve")
         try:
-            return cls(plan, config, await asyncio.shield(resolving), workers, ranges)
+            return cls(plan, config, await resolving, workers, ranges)
         except BaseException:
             workers.close(0.0)
             await uninterrupted(_unmade(resolving))
@@ -382,7 +382,7 @@ class Wiring:
             await call_in_thread(self._workers.close, name="syncline-stop")
 
 
-async def _unmade(resolving: asyncio.Task[Resolved]) -> None:
+async def _unmade(resolving: Signal[Resolved]) -> None:
     """A thread cannot be called off, and what it page-locks must not stay so."""
     with contextlib.suppress(Exception):
         if (rig := (await resolving).rig) is not None:

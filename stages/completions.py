@@ -18,7 +18,7 @@ from syncline.scheduler.errors import SynclineError
 
 from .errors import TransportError
 
-__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "all_of", "uninterrupted", "unless_called_off"]
+__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "all_of", "to_its_end", "uninterrupted", "unless_called_off"]
 
 T = TypeVar("T")
 
@@ -126,12 +126,22 @@ def all_of(signals: Sequence[Signal[Any]]) -> Signal[None]:
     return whole
 
 
-async def uninterrupted(work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
     """Carry ``work`` out to its end, also where the caller is cancelled meanwhile: that is raised when the work has ended.
 
-    For what lets go of things, which must neither stop halfway nor take long. Several may await one task.
+    For what lets go of things, which must neither stop halfway nor take long.
     """
-    task = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
+    return await to_its_end(asyncio.create_task(work))
+
+
+async def to_its_end(task: asyncio.Task[T]) -> T:
+    """`uninterrupted`, for a task that several may await.
+
+    Raises:
+        SynclineError: it runs on another event loop.
+    """
+    if not task.done() and task.get_loop() is not asyncio.get_running_loop():
+        raise SynclineError("it is being closed on another event loop; await that from there")
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -145,11 +155,12 @@ async def uninterrupted(work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
 
 async def unless_called_off(task: asyncio.Task[T], error: SynclineError) -> T:
     """Await a task that others may cancel: where they did, and nobody has cancelled the caller, ``error`` is raised."""
+    caller = asyncio.current_task()
+    before = caller.cancelling() if caller is not None else 0
     try:
         return await task
     except asyncio.CancelledError:
-        caller = asyncio.current_task()
-        if caller is not None and caller.cancelling():
+        if caller is not None and caller.cancelling() > before:
             raise
         raise error from None
 
@@ -208,14 +219,17 @@ class TaskScope:
         return len(self._tasks)
 
     async def join(self, timeout_s: float) -> bool:
-        """Wait for all, at most ``timeout_s`` seconds, then cancel what is left. True if none had to be cancelled."""
+        """Wait for all, at most ``timeout_s`` seconds, then cancel what is left. True if none had to be cancelled.
+
+        What is cancelled gets as long again: it may wait for whoever waits here.
+        """
         if not self._tasks:
             return True
         _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
         for task in late:
             task.cancel()
         if late:
-            await asyncio.gather(*late, return_exceptions=True)
+            await asyncio.wait(late, timeout=timeout_s)
         return not late
 
 

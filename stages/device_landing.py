@@ -16,7 +16,7 @@ import torch
 from syncline.scheduler.programs import TargetTask
 
 from .cudart import own_stream
-from .errors import TransportError
+from .errors import TransportError, without_frames
 from .issuing import Event
 from .kernels.assemble import BucketKernels, assemble, read_digest
 from .kernels.from_plan import landings_of
@@ -64,7 +64,7 @@ class LandingStream:
                 if rows is not None:
                     rows.copy_(limbs, non_blocking=True)
             except Exception as error:  # noqa: BLE001 - raised by `result`
-                problem = error.with_traceback(None)  # its frames hold what was to be worked on
+                problem = without_frames(error)  # its frames hold what was to be worked on
             event = self._mark(self._stream)
 
         def result() -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .completions import Signal
 from .digest import add_digests
+from .errors import without_frames
 from .issuing import Event
 from .watch import Watch
 
@@ -100,4 +101,4 @@ def _finish(result: Callable[[], int], done: Signal[None], whole: Signal[int]) -
         done.poll()
         whole.set(result())
     except Exception as error:  # noqa: BLE001 - handed to whoever waits
-        whole.fail(error.with_traceback(None))  # its frames hold ``whole``, and what was worked on
+        whole.fail(without_frames(error))  # its frames hold ``whole``, and what was worked on

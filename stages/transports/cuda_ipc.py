@@ -30,7 +30,7 @@ from syncline.scheduler.programs import ReceiverId, SourceProgram, SourceTask
 
 from ..buffers import Buffer, BufferPool, aligned
 from ..completions import Completion, Signal
-from ..errors import TransportError
+from ..errors import TransportError, without_frames
 from ..ipc import EventHandle, Exports, IpcRuntime, MemoryHandle, Place, Slots, Use
 from ..workers import Workers
 from .base import LandingMode, Loan, OnLost, push_key
@@ -340,7 +340,7 @@ class CudaIpcSender:
             return self._export(exports)
         except Exception as error:  # noqa: BLE001 - told, without the frames that would hold the ring as long as the error
             exports.close()
-            raise error.with_traceback(None) from None
+            raise without_frames(error) from None
 
     def _export(self, exports: Exports) -> _Shown:
         lent = {

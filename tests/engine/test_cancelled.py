@@ -19,7 +19,7 @@ from torch import nn
 from syncline.adapters.engines import ModuleLoader
 from syncline.adapters.trainers import ModuleSource
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine, wiring
-from syncline.engine.errors import ClosedError
+from syncline.engine.errors import ClosedError, SynclineError
 from syncline.engine.session import Session
 
 
@@ -123,6 +123,8 @@ def test_an_engine_that_is_closed_while_another_thread_connects(silent):
     thread.join(60)
     assert said == ["this engine was closed while it connected; make a new one"]
     engine.close_blocking()  # idempotent
+    with pytest.raises(ClosedError):
+        engine.push_blocking(1)
 
 
 @pytest.fixture
@@ -210,3 +212,87 @@ async def test_what_a_thread_resolves_for_a_source_that_has_gone_is_let_go_of(ti
     with pytest.raises(asyncio.CancelledError):
         await making
     assert len(closed) == 1
+
+
+@pytest.mark.parametrize("when", ["start", "on_commit", "pause"])
+async def test_what_closes_the_receiver_that_calls_it_holds_up_nothing_for_ever(when, tmp_path, monkeypatch):
+    """It waits for the close, and the close for it: the close goes on without it."""
+    monkeypatch.setattr("syncline.engine.receiver._CLOSE_S", 0.1)
+    monkeypatch.setattr("syncline.engine.rank._SETTLE_S", 0.1)
+    began = asyncio.Event()
+
+    class Engine:
+        async def pause(self, in_flight):
+            if when == "pause":
+                began.set()
+                await receiver.close()
+
+        async def resume(self, version):
+            if when == "start":
+                began.set()
+                await receiver.close()
+
+    async def hook(version):
+        if when == "on_commit":
+            began.set()
+            await receiver.close()
+
+    receiver = Receiver(
+        ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s", serving=Engine(), on_commit=hook, initial_version=0
+    )
+    async with asyncio.timeout(60):
+        if when == "start":
+            with pytest.raises(ClosedError):
+                await receiver.start()
+        else:
+            await receiver.start()
+            engine = engine_of(receiver, "shm")
+            await engine.connect()
+            assert not (await engine.push(1)).ok
+            await engine.close()
+        assert began.is_set()
+        await receiver.close()
+
+
+async def test_a_close_from_another_loop_says_so(tmp_path, monkeypatch):
+    may_end, close = asyncio.Event(), Session.close
+
+    async def slow(self):
+        await may_end.wait()
+        await close(self)
+
+    monkeypatch.setattr(Session, "close", slow)
+    async with Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s") as receiver:
+        engine = engine_of(receiver, "shm")
+        await engine.connect()
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        with pytest.raises(SynclineError, match="another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(engine.close()))
+        may_end.set()
+        await closing
+        await asyncio.to_thread(lambda: asyncio.run(engine.close()))  # it is closed, wherever that is asked
+
+
+async def test_who_was_cancelled_before_is_told_that_it_is_closed(silent):
+    """A task that has caught its cancellation goes on: what comes of its next connect is not that one."""
+    engine = TransferEngine(
+        source=ModuleSource(nn.Linear(8, 8), world_size=1), targets=[RemoteTarget(f"tcp://127.0.0.1:{silent}")],
+        config=TransferConfig(trace=False, connect_timeout_s=600),
+    )  # fmt: skip
+    waiting = asyncio.Event()
+
+    async def work():
+        waiting.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        with pytest.raises(ClosedError):
+            await engine.connect()
+
+    task = asyncio.create_task(work())
+    await waiting.wait()
+    task.cancel()
+    while engine._connecting is None:
+        await asyncio.sleep(0)
+    await engine.close()
+    await task

@@ -34,7 +34,7 @@ from syncline.engine.errors import (
 )
 from syncline.engine.messages import State
 from syncline.scheduler.layout import Layout
-from syncline.stages.completions import uninterrupted
+from syncline.stages.completions import to_its_end, uninterrupted
 
 from ..checkpoint_manifest import checkpoint_tensors
 from ..unfinished import UNFINISHED
@@ -107,7 +107,7 @@ class SGLangReceiver:
         self._hold: Hold | None = None
         self._changing = asyncio.Lock()
         self._changer: asyncio.Task[Any] | None = None
-        self._called_off = False
+        self._called_off: asyncio.Task[Any] | None = None
         self._released: set[MemoryTag] = set()
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -260,15 +260,14 @@ class SGLangReceiver:
         if self._closing is None:
             self._closed = True
             self._closing = asyncio.create_task(self._close(), name="syncline-sglang-close")
-        if not self._closing.done():
-            await uninterrupted(self._closing)
+        await to_its_end(self._closing)
 
     async def _close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         if self._changer is not None:
-            self._called_off = True
+            self._called_off = self._changer
             self._changer.cancel()
         async with self._changing:
             await self._detach(_LAST_S)
@@ -287,14 +286,18 @@ class SGLangReceiver:
             if self._closed:
                 raise ClosedError(_CLOSED)
             self._changer = task = asyncio.current_task()
+            assert task is not None
+            before = task.cancelling()
             try:
                 yield
             except asyncio.CancelledError:
-                if self._called_off and task is not None and task.uncancel() == 0:
+                if self._called_off is task and task.cancelling() == before + 1:  # by that alone
                     raise ClosedError(_CLOSED) from None
                 raise
             finally:
                 self._changer = None
+                if self._called_off is task:
+                    task.uncancel()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -441,6 +444,8 @@ class SGLangReceiver:
             await asyncio.sleep(self.options.watch_s)
             try:
                 await self.attach()
+            except ClosedError:
+                return
             except BusyError as error:
                 log.debug("SGLang at %s: %s", self.front.url, error)
             except (SynclineError, ValueError, TypeError) as error:  # the latter: an answer that is none of SGLang's

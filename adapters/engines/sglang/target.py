@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from syncline.engine.config import TransferConfig
 from syncline.engine.errors import ConfigError, TargetUnreachable
 from syncline.engine.targets import LeaderAddress
+from syncline.stages.workers import call_in_thread
 
 from ..urls import without_userinfo
 from .front import SGLangFront
@@ -108,4 +109,4 @@ class SGLangTarget:
     async def _remove_folder(self) -> None:
         folder, self._folder = self._folder, ""
         if folder:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await call_in_thread(lambda: shutil.rmtree(folder, ignore_errors=True), name="syncline-remove")

@@ -15,6 +15,7 @@ import torch
 
 from syncline.engine.errors import ClosedError, SynclineError, TargetLost, TargetUnreachable, TransportError
 from syncline.stages.copies import torch_dtype
+from syncline.stages.workers import call_in_thread
 
 from ..update_group import Backend, HostedStore, Place, UpdateGroup, with_theirs
 from .buckets import Bucket, Slot
@@ -185,18 +186,18 @@ class DiskWay:
         await self._front.update_from_disk(folder=str(self._folder), version=self._version, timeout_s=self._timeout_s)
         before, self._read, self._folder = self._read, self._folder, None
         if before is not None:
-            await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+            await _remove(before)
 
     async def drop(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await _remove(folder)
 
     async def close(self) -> None:
         await self.drop()
         read, self._read = self._read, None
         if read is not None:
-            await asyncio.to_thread(shutil.rmtree, read, ignore_errors=True)
+            await _remove(read)
 
     def _fill(self, folder: Path) -> None:
         """With everything of the model but its weights."""
@@ -251,6 +252,11 @@ class TensorWay:
 
 async def _broadcast(group: UpdateGroup, data: torch.Tensor, timeout_s: float) -> None:
     await group.broadcast(data, patience_s=timeout_s)
+
+
+async def _remove(folder: Path) -> None:
+    """Also while others keep asyncio's own threads busy: closing waits for it."""
+    await call_in_thread(lambda: shutil.rmtree(folder, ignore_errors=True), name="syncline-remove")
 
 
 def _view(slot: Slot, data: torch.Tensor) -> torch.Tensor:

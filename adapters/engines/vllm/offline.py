@@ -97,8 +97,8 @@ class Offline:
             await call_in_thread(lambda: thread.join(_START_S), name="syncline-llm-stop")
         if self._engine is not None:
             self._engine.close()
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        if (folder := self._folder) is not None:
+            await call_in_thread(lambda: shutil.rmtree(folder, ignore_errors=True), name="syncline-remove")
 
     def _run(self, caller: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
         async def live() -> None:
