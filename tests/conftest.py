@@ -6,12 +6,13 @@ A test that leaves something behind on purpose says so: ``@pytest.mark.leaks_ok(
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,25 @@ def cancelled_at() -> Callable[..., Coroutine[Any, Any, bool]]:
         return await asyncio.create_task(one())
 
     return run
+
+
+@pytest.fixture
+def busy_threads() -> Callable[[], contextlib.AbstractAsyncContextManager[None]]:
+    """``async with busy_threads():`` the threads of the loop, on which `asyncio.to_thread` runs, are others' until its end."""
+
+    @contextlib.asynccontextmanager
+    async def keep() -> AsyncIterator[None]:
+        may_end, loop = threading.Event(), asyncio.get_running_loop()
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            loop.set_default_executor(threads)
+            waiting = loop.run_in_executor(None, may_end.wait)
+            try:
+                yield
+            finally:
+                may_end.set()
+                await waiting
+
+    return keep
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import gc
 import socket
@@ -160,27 +159,18 @@ async def test_who_closes_what_is_being_closed_waits_for_its_end(tmp_path, monke
             await first
 
 
-async def test_a_close_does_not_wait_for_threads_that_others_keep_busy(tmp_path):
-    may_end = threading.Event()
-    busy = concurrent.futures.ThreadPoolExecutor(1)
+async def test_a_close_does_not_wait_for_threads_that_others_keep_busy(tmp_path, busy_threads):
     receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s")
     await receiver.start()
     engine = engine_of(receiver, "gloo")
     await engine.connect()
-    asyncio.get_running_loop().set_default_executor(busy)
-    waiting = asyncio.get_running_loop().run_in_executor(None, may_end.wait)
-    try:
-        async with asyncio.timeout(60):
-            await engine.close()
-            await receiver.close()
-    finally:
-        may_end.set()
-        await waiting
-        busy.shutdown()
+    async with busy_threads(), asyncio.timeout(60):
+        await engine.close()
+        await receiver.close()
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_what_a_thread_resolves_for_a_source_that_has_gone_is_let_go_of(times, monkeypatch):
+async def test_what_a_thread_resolves_for_a_source_that_has_gone_is_let_go_of(times, monkeypatch, busy_threads):
     """Its page-locks must not outlive the memory that they lock."""
     closed, resolving, may_end = [], threading.Event(), threading.Event()
 
@@ -203,14 +193,16 @@ async def test_what_a_thread_resolves_for_a_source_that_has_gone_is_let_go_of(ti
     monkeypatch.setattr(wiring, "DeviceRig", SimpleNamespace(resolve=resolve))
     source = SimpleNamespace(buffers=list, rank=0)
     plan = SimpleNamespace(source_program=lambda _: SimpleNamespace(tasks=()))
-    making = asyncio.create_task(wiring.Wiring.make(source, plan, [None], [], SimpleNamespace(workers=1)))
-    await asyncio.to_thread(resolving.wait, 60)
-    for _ in range(times):
-        making.cancel()
-        await asyncio.sleep(0)
-    may_end.set()
-    with pytest.raises(asyncio.CancelledError):
-        await making
+    async with busy_threads(), asyncio.timeout(60):
+        making = asyncio.create_task(wiring.Wiring.make(source, plan, [None], [], SimpleNamespace(workers=1)))
+        while not resolving.is_set():
+            await asyncio.sleep(0.01)
+        for _ in range(times):
+            making.cancel()
+            await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await making
     assert len(closed) == 1
 
 

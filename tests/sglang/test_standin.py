@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from syncline.adapters.engines import reconciler
-from syncline.adapters.engines.sglang import SGLangOptions, SGLangReceiver, ways
+from syncline.adapters.engines.sglang import SGLangOptions, SGLangReceiver, SGLangTarget, ways
+from syncline.engine import TransferConfig
 from syncline.engine.errors import ClosedError, ConfigError, LoaderError, TargetUnreachable
 from syncline.scheduler.layout import Box, Buffer, BufferTable, Layout, Piece, PieceTable, Tensor, TensorTable
 
@@ -278,3 +279,14 @@ async def test_a_server_that_does_not_let_a_group_go_holds_up_no_close(scripted,
     async with asyncio.timeout(20):
         await receiver.close()
     assert scripted.stuck["destroy_weights_update_group"].is_set()
+
+
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
+async def test_a_target_is_closed_while_others_keep_all_threads_busy(scripted, busy_threads, transport: str) -> None:
+    options = SGLangOptions(layout=LAYOUT, watch_s=60, timeout_s=10, transport=transport)
+    target = SGLangTarget(scripted.url, options)
+    await target.locate(TransferConfig())
+    if transport == "disk":
+        await target._standin._way.begin(target._standin.info, "target")
+    async with busy_threads(), asyncio.timeout(30):
+        await target.close()
