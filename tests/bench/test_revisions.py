@@ -49,7 +49,7 @@ def clone(tmp_path: Path, repository: Path, git: Callable[..., str]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_the_slower_revision_is_found(clone: Path, git: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     run = "--transport shm --landing staged --tensors 2 --nbytes 2097152 --repeat 8 --no-floors --no-control --no-table"
     command = ["bench", "compare", "--revisions", "main~1", "main", "--repository", str(clone), f"--run={run}"]
