@@ -268,7 +268,7 @@ async def test_a_source_rank_stops(cluster, transport: str, landing: str, victim
     """Nobody hears of a process that stands still: that takes the push's deadline. All phases side by side."""
 
     async def one(number: int, phase: str) -> None:
-        world = World(cluster, f"w{number}", transport, landing, 6.0)
+        world = World(cluster, f"w{number}", transport, landing, 12.0)  # many processes at once, and perhaps a busy machine
         await world.begin()
         await world.push_with_a_fault(phase, "stop", victim)
         await world.end()
