@@ -65,7 +65,7 @@ async def test_two_sources_at_once(llama_tp1, kit, landing: str) -> None:
     stop.set()
     await asyncio.gather(*clients)
     assert len(committed) >= 8 and len(set(committed.values())) == 2, said
-    # the last: a push that finds in its middle that its hold on the server is gone. It is safe, and its reason is not known yet.
+    # the last: a push that finds in its middle that its hold on the server is gone. It is safe; why is not known yet.
     refusals = {BusyError.__name__, TargetLost.__name__, VersionConflict.__name__, LoaderError.__name__}
     assert set(said) - {"ok"} <= refusals, said
     assert set(said) & refusals, said
