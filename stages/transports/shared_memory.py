@@ -45,9 +45,8 @@ class Segment:
         self.number = number
         size = max(-(-nbytes // _PAGE) * _PAGE, _PAGE)
         self._fd = os.memfd_create("syncline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._close = weakref.finalize(
-            self, os.close, self._fd
-        )  # also where nobody takes it: whoever had it made was cancelled
+        # Also where nobody takes it: whoever had it made was cancelled.
+        self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False
         try:
             os.ftruncate(self._fd, size)

@@ -290,3 +290,30 @@ async def test_a_target_is_closed_while_others_keep_all_threads_busy(scripted, b
         await target._standin._way.begin(target._standin.info, "target")
     async with busy_threads(), asyncio.timeout(30):
         await target.close()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_push_that_begins_while_it_attaches_keeps_its_hold(scripted, monkeypatch, ends: bool) -> None:
+    """Its own watch has seen another one's version, and asks what server that is, when a push of its own is prepared."""
+    async with stand_in(scripted) as receiver:
+        asked, answered, info = asyncio.Event(), asyncio.Event(), receiver.front.info
+
+        async def slowly():
+            asked.set()
+            await answered.wait()
+            return await info()
+
+        monkeypatch.setattr(receiver.front, "info", slowly)
+        scripted.answers["model_info"] = (200, {"weight_version": "4"})
+        attaching, before = asyncio.create_task(receiver.attach()), receiver._receiver
+        await asked.wait()
+        with monkeypatch.context() as pushing:
+            pushing.setattr(receiver, "_busy", lambda: True)
+            await receiver._serving.hold.take()
+            answered.set()
+            await attaching
+            assert receiver._receiver is before and receiver._serving.hold.held
+            receiver._serving.hold.release()
+        if ends:  # the next look takes the server over
+            await receiver.attach()
+            assert receiver._receiver is not before and receiver.version == 4

@@ -333,6 +333,8 @@ class SGLangReceiver:
                 self._released = set()  # it was started anew, and has all of it
             self._hold = Hold(self.front, life=info.life, patience_s=self.options.timeout_s)
         said = await self._hold.take()
+        if self._busy() or not self._hold.held:  # a push of our own has begun meanwhile: it is that one's hold, and to release
+            return
         try:
             await self._detach()
             await self._attach_held(info, self._hold, self._layout, said)
