@@ -90,13 +90,17 @@ class Cudart:
         self._runtime.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(ctypes.c_void_p), _MemHandle, ctypes.c_uint]
         self._runtime.cudaIpcGetMemHandle.argtypes = [ctypes.POINTER(_MemHandle), ctypes.c_void_p]
         self._runtime.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
+        self._runtime.cudaFree.argtypes = [ctypes.c_void_p]
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """First address and size of the allocation that ``address`` lies in."""
+        """First address and size of the allocation of the current device that ``address`` lies in."""
+        # Unlike the runtime, the driver takes no context by itself, and a thread may ask this before anything else. To be
+        # "on" device 0 gives it none: torch leaves a thread alone that is there already.
+        self._check(self._runtime.cudaFree(None), "be used on this thread")
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         query = self._driver.cuMemGetAddressRange_v2
-        if query(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)):
-            raise TransportError(f"no allocation of this device is known at {address:#x}")
+        if code := query(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)):
+            raise TransportError(f"no allocation of this device is known at {address:#x} (the driver's error {code})")
         return base.value, size.value
 
     def can_share(self, address: int) -> bool:

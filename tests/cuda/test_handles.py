@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -53,6 +54,16 @@ def test_memory_and_events_are_seen_in_another_process():
     assert done.stdout.split() == [str(3 * 4096), "1", "0", "1", "1"]
     assert int(part.sum()) == 4 * 4096
     assert int(memory.sum()) == 4 * 4096
+    exports.close()
+
+
+def test_a_new_thread_may_export_before_it_does_anything_else():
+    """What is lent is looked up on a worker, often as the first that it does: such a thread has no context yet."""
+    runtime = CudaIpc(torch.device("cuda"))
+    exports, memory = Exports(runtime), torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    with ThreadPoolExecutor(1) as fresh:
+        place = fresh.submit(exports.place, memory).result(30)
+    assert (place.allocation, place.nbytes, len(exports.handles)) == (0, 1 << 20, 1)
     exports.close()
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
 import pytest
@@ -86,10 +88,21 @@ def runtime(monkeypatch):
 
     library.plain("cudaIpcCloseMemHandle", c_void_p)
     library.plain("cudaGetLastError")
+    here = threading.local()
+
+    @library.add("cudaFree", c_void_p)
+    def free(address):
+        here.bound = address is None
+        return 0
+
     library.add("cudaGetErrorString", c_int, result=c_void_p)(lambda _code: ctypes.cast(c_char_p(b"bad"), c_void_p).value)
 
     @library.add("cuMemGetAddressRange_v2", c_void_p, c_void_p, c_uint64)
     def extent(base, size, address):
+        if not getattr(here, "bound", False):
+            return 201  # CUDA_ERROR_INVALID_CONTEXT: a call of the driver, on a thread on which the runtime has done nothing
+        if address == BIG:
+            return 1  # CUDA_ERROR_INVALID_VALUE
         put(base, c_uint64, address - 16)
         put(size, c_size_t, 5_000_000_000)
         return 0
@@ -122,6 +135,15 @@ def test_cuda_is_given_whole_addresses_and_handles(runtime):
         ("attribute", 10, FAR), ("get", FAR), ("open", handle, 1), ("cudaIpcCloseMemHandle", FAR), ("create", 1),
         ("query", BIG),
     ]  # fmt: skip
+
+
+def test_a_thread_may_ask_the_driver_before_anything_else(runtime):
+    """To be on device 0 gives a thread no context: torch does nothing for a thread that is there already."""
+    made, _ = runtime
+    with ThreadPoolExecutor(1) as fresh:
+        assert fresh.submit(made.address_range, FAR).result(10) == (FAR - 16, 5_000_000_000)
+        with pytest.raises(TransportError, match="no allocation .* error 1"):
+            fresh.submit(made.address_range, BIG).result(10)
 
 
 def test_what_cuda_refuses_is_told(runtime):
