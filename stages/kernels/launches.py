@@ -185,7 +185,15 @@ def _warps(constants: Mapping[str, Any]) -> int:
 
 def _converts(device: torch.device) -> bool:
     """Whether the device itself converts to e4m3."""
-    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and not INTERPRETED and rounds_once(torch.cuda.get_device_capability(device))
+
+
+def rounds_once(capability: tuple[int, int]) -> bool:
+    """Whether Triton's conversion of float32 to e4m3 rounds once, with the GPU's own instruction.
+
+    For 8.9, which has it, Triton 3.6 and 3.7 go by way of float16, cut off: that makes other codes.
+    """
+    return capability >= (9, 0)
 
 
 def _hashing(tables: Tables, device: torch.device) -> list[Launch]:

@@ -2,7 +2,7 @@
 
 Nothing here relies on a cast to bfloat16 or float8: Triton's interpreter and its compiler do not agree on those. The
 operations used are integer ones, and IEEE additions, divisions and fused multiplications; they give the same bits
-everywhere. The GPU's own conversion to e4m3 is used where it exists, since it was checked to agree.
+everywhere. The GPU's own conversion to e4m3 is used where Triton makes it one instruction, which was checked to agree.
 
 To nearest even at ``n`` bits less of mantissa: add half of the last place that stays, less one, plus that place's own bit,
 then drop the rest. Subnormals of the narrow type are instead rounded by one IEEE addition: a number whose last place is
@@ -180,7 +180,8 @@ def quotient(minus: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor, STEPS: t
 def codes_of(minus: tl.tensor, scale: tl.tensor, STEPS: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     """e4m3 codes (uint8) of ``-minus / scale``; see `quotient`.
 
-    ``HARDWARE``: round with the GPU's own conversion, which has the same results on finite values.
+    ``HARDWARE``: round with the GPU's own conversion, which has the same results on finite values where it is made in one
+    step (`launches.rounds_once`).
     """
     result = quotient(minus, scale, tl.div_rn(scale * 0.0 - 1.0, scale), STEPS)
     if HARDWARE:

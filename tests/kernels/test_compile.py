@@ -53,6 +53,12 @@ def wide(text: str, instructions: tuple[str, ...]) -> bool:
 TILE = {"ROWS": 32, "COLUMNS": 128}
 
 
+def by_itself(capability: int) -> bool:
+    from syncline.stages.kernels.launches import rounds_once
+
+    return rounds_once(divmod(capability, 10))
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("source", "to", "nbytes"), [(0, 1, 0), (1, 2, 0), (2, 0, 0), (0, 0, 1), (0, 0, 8)])
 def test_copies(capability: int, source: int, to: int, nbytes: int) -> None:
@@ -71,7 +77,7 @@ def test_quantizing(capability: int, source: int, vector: bool, pow2: bool) -> N
     shared = {"FROM": source, "VECTOR": vector}
     for rows, columns, group, whole in ((128, 128, (128, 128), True), (32, 128, (1, 0), False), (32, 128, (0, 0), False)):
         groups = {"ROWS": rows, "COLUMNS": columns, "GROUP_ROWS": group[0], "GROUP_COLUMNS": group[1]}
-        kind = {"WHOLE": whole, "POW2": pow2, "STEPS": 0 if pow2 else 2, "HARDWARE": capability == 90}
+        kind = {"WHOLE": whole, "POW2": pow2, "STEPS": 0 if pow2 else 2, "HARDWARE": by_itself(capability)}
         text = ptx(tiles.quantize_tiles, capability, rows * columns // 2048, **shared, **groups, **kind)
         assert wide(text, WIDE_LOAD) == vector
         assert ("st.global.b8" not in text) == vector, "several codes at a time"
@@ -82,6 +88,21 @@ def test_quantizing(capability: int, source: int, vector: bool, pow2: bool) -> N
         assert ("e4m3x2" in text) == (capability == 90), "only where the GPU's own conversion is asked for"
         if not whole:
             assert wide(ptx(tiles.absmax_tiles, capability, rows * columns // 2048, **shared, **groups), WIDE_LOAD) == vector
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120])
+def test_codes_are_rounded_once(capability: int) -> None:
+    """By one instruction that takes float32, or by our own steps. By way of float16 a tie is made where none was."""
+    from syncline.stages.kernels import strips, tiles
+
+    shared = {"FROM": 1, "ROWS": 128, "COLUMNS": 128, "POW2": False, "STEPS": 2, "HARDWARE": by_itself(capability)}
+    groups = {"GROUP_ROWS": 128, "GROUP_COLUMNS": 128, "WHOLE": True, "VECTOR": True}
+    for text in (
+        ptx(tiles.quantize_tiles, capability, 8, **shared, **groups), ptx(strips.quantize_strips, capability, 8, **shared)
+    ):  # fmt: skip
+        assert ("e4m3x2.f32" in text) == by_itself(capability)
+        assert "e4m3x2.f16" not in text
+        assert "cvt.rz" not in text
 
 
 @pytest.mark.parametrize(
@@ -104,7 +125,7 @@ def test_strips(capability: int, source: int, pow2: bool) -> None:
     from syncline.stages.kernels import strips, tiles
 
     constants = {"FROM": source, "ROWS": 128, "COLUMNS": 128, "POW2": pow2, "STEPS": 0 if pow2 else 2}
-    constants["HARDWARE"] = capability == 90
+    constants["HARDWARE"] = by_itself(capability)
     text = ptx(strips.quantize_strips, capability, 8, **constants)
     groups = {"GROUP_ROWS": 128, "GROUP_COLUMNS": 128, "WHOLE": True, "VECTOR": True}
     alone = ptx(tiles.quantize_tiles, capability, 8, **constants, **groups)
