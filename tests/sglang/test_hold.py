@@ -55,6 +55,47 @@ async def test_one_at_a_time_on_one_host(holds) -> None:
         await mine.take()
 
 
+@pytest.mark.parametrize("how", ["fails", "cancelled"])
+async def test_none_lets_go_of_what_another_of_the_same_stand_in_holds(holds, monkeypatch, how: str) -> None:
+    front = Front()
+    one, other = holds(front), holds(front)
+    second = one.share()
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def slowly() -> str:
+        asked.set()
+        await answered.wait()
+        raise TargetUnreachable("no answer in time")
+
+    with monkeypatch.context() as asking:
+        asking.setattr(front, "weight_version", slowly)
+        taking = asyncio.create_task(one.take())
+        await asked.wait()
+    assert await second.take() == "3"
+    if how == "fails":
+        answered.set()
+    else:
+        taking.cancel()
+    with pytest.raises(TargetUnreachable if how == "fails" else asyncio.CancelledError):
+        await taking
+    assert not one.held and second.held and one.ours
+    one.release()
+    front.said = second.mark()
+    assert one.is_mine(front.said)
+    await second.confirm()
+    with pytest.raises(LoaderError):
+        await one.confirm()
+    with pytest.raises(BusyError):
+        await other.take()
+    assert await one.take() == front.said
+    second.release()
+    with pytest.raises(BusyError):
+        await other.take()
+    one.release()
+    assert not one.ours
+    await other.take()
+
+
 async def test_the_mark_keeps_another_host_out_while_it_goes_on(holds) -> None:
     front = Front()
     mine, far = holds(front), holds(front, "there", patience_s=0.3)

@@ -12,8 +12,9 @@ import pytest
 
 from syncline.adapters.engines import reconciler
 from syncline.adapters.engines.sglang import SGLangOptions, SGLangReceiver, SGLangTarget, ways
+from syncline.adapters.engines.sglang.hold import Hold
 from syncline.engine import TransferConfig
-from syncline.engine.errors import ClosedError, ConfigError, LoaderError, TargetUnreachable
+from syncline.engine.errors import BusyError, ClosedError, ConfigError, LoaderError, SynclineError, TargetUnreachable
 from syncline.scheduler.layout import Box, Buffer, BufferTable, Layout, Piece, PieceTable, Tensor, TensorTable
 
 LAYOUT = Layout(
@@ -33,6 +34,28 @@ async def until(holds: Any, what: str) -> None:
         while not holds():
             await asyncio.sleep(0.01)
     assert holds(), what
+
+
+async def is_free(receiver: SGLangReceiver) -> bool:
+    """Whether another source may change the server."""
+    other = Hold(receiver.front, life=(await receiver.front.info()).life, patience_s=60)
+    try:
+        await other.take()
+    except BusyError:
+        return False
+    other.release()
+    return True
+
+
+class Gate:
+    """Where a call waits: ``came`` is set when it has come there, and it goes on once ``open`` is."""
+
+    def __init__(self) -> None:
+        self.came, self.open = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.came.set()
+        await self.open.wait()
 
 
 def no_threads() -> bool:
@@ -169,7 +192,7 @@ async def test_memory_that_is_not_released_is_served_from(scripted, call: str) -
         with pytest.raises(LoaderError):
             await receiver.release_memory(["kv_cache"])
         assert resumed(scripted) and receiver.state == "COMMITTED"
-        assert not receiver._hold.held
+        assert not receiver._hold.ours
         await receiver.release_memory(["kv_cache"])
         await receiver.resume_memory()
         assert resumed(scripted)
@@ -255,7 +278,7 @@ async def test_closed_by_another_task_wherever_it_waits(scripted, cancelled_at, 
             await asyncio.gather(*closing)
             await receiver.close()
         await until(no_threads, f"no thread is left, closed where it waits for the {number}th time")
-        assert (receiver._receiver is None and receiver._hold is None) or not receiver._hold.held
+        assert (receiver._receiver is None and receiver._hold is None) or not receiver._hold.ours
         assert receiver._watch is None or receiver._watch.done()
         if what != "release_memory":
             assert resumed(scripted) or "pause_generation" not in scripted.paths(), number
@@ -292,28 +315,198 @@ async def test_a_target_is_closed_while_others_keep_all_threads_busy(scripted, b
         await target.close()
 
 
+def looks_at_another(
+    scripted: Any, receiver: SGLangReceiver, monkeypatch: pytest.MonkeyPatch
+) -> tuple[asyncio.Task[None], Gate]:
+    """Its own watch has seen another one's update, and asks what server that is."""
+    gate, info = Gate(), receiver.front.info
+
+    async def slowly() -> Any:
+        await gate()
+        return await info()
+
+    monkeypatch.setattr(receiver.front, "info", slowly)
+    scripted.answers["model_info"] = (200, {"weight_version": "syncline-unfinished@elsewhere.1.1"})
+    return asyncio.create_task(receiver.attach()), gate
+
+
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_push_that_begins_while_it_attaches_keeps_its_hold(scripted, monkeypatch, ends: bool) -> None:
-    """Its own watch has seen another one's version, and asks what server that is, when a push of its own is prepared."""
     async with stand_in(scripted) as receiver:
-        asked, answered, info = asyncio.Event(), asyncio.Event(), receiver.front.info
-
-        async def slowly():
-            asked.set()
-            await answered.wait()
-            return await info()
-
-        monkeypatch.setattr(receiver.front, "info", slowly)
+        attaching, gate = looks_at_another(scripted, receiver, monkeypatch)
+        before = receiver._receiver
+        await gate.came.wait()
         scripted.answers["model_info"] = (200, {"weight_version": "4"})
-        attaching, before = asyncio.create_task(receiver.attach()), receiver._receiver
-        await asked.wait()
         with monkeypatch.context() as pushing:
             pushing.setattr(receiver, "_busy", lambda: True)
             await receiver._serving.hold.take()
-            answered.set()
+            gate.open.set()
             await attaching
             assert receiver._receiver is before and receiver._serving.hold.held
             receiver._serving.hold.release()
+        assert await is_free(receiver)
         if ends:  # the next look takes the server over
             await receiver.attach()
             assert receiver._receiver is not before and receiver.version == 4
+
+
+@pytest.mark.parametrize("pushing", [False, True])
+async def test_what_another_one_gave_up_is_left_as_it_was(scripted, monkeypatch, pushing: bool) -> None:
+    """Also where a push of our own has been prepared meanwhile, which holds nothing before it pauses, and may never do that."""
+    async with stand_in(scripted) as receiver:
+        attaching, gate = looks_at_another(scripted, receiver, monkeypatch)
+        before = receiver._receiver
+        await gate.came.wait()
+        scripted.answers["model_info"] = (200, {"weight_version": "3"})
+        with monkeypatch.context() as prepared:
+            if pushing:
+                prepared.setattr(receiver, "_busy", lambda: True)
+            gate.open.set()
+            await attaching
+        assert receiver._receiver is before
+        assert await is_free(receiver)
+
+
+async def test_a_new_life_is_none_of_a_push_into_the_old_one(scripted, monkeypatch) -> None:
+    async with stand_in(scripted) as receiver:
+        attaching, gate = looks_at_another(scripted, receiver, monkeypatch)
+        await gate.came.wait()
+        before, old = receiver._receiver, Hold(receiver.front, life=receiver.info.life, patience_s=60)
+        scripted.answers["model_info"] = (200, {"weight_version": "3"})
+        await receiver._serving.pause("keep")
+        info = scripted.answers["server_info"][1]
+        scripted.answers["server_info"] = (200, {**info, "startup_time": {"process": 7}})
+        with monkeypatch.context() as pushing:
+            pushing.setattr(receiver, "_busy", lambda: True)
+            gate.open.set()
+            await attaching
+        assert receiver._receiver is before
+        with pytest.raises(BusyError):
+            await old.take()
+        assert await is_free(receiver)  # the new one
+        await receiver._serving.hold.confirm()
+        await receiver._serving.resume(3)
+        await old.take()
+        old.release()
+
+
+@pytest.mark.parametrize("how", ["fails", "cancelled"])
+async def test_a_look_that_ends_badly_lets_go_of_no_push(scripted, monkeypatch, how: str) -> None:
+    """It has locked the server, and asks for its version, when a push of its own pauses it."""
+    async with stand_in(scripted) as receiver:
+        attaching, gate = looks_at_another(scripted, receiver, monkeypatch)
+        await gate.came.wait()
+        scripted.answers["model_info"] = (200, {"weight_version": "3"})
+        asks = Gate()
+
+        async def fails() -> str:
+            said.undo()
+            await asks()
+            raise TargetUnreachable("no answer in time")
+
+        with monkeypatch.context() as said:
+            said.setattr(receiver.front, "weight_version", fails)
+            gate.open.set()
+            await asks.came.wait()
+        await receiver._serving.pause("keep")
+        if how == "fails":
+            asks.open.set()
+            with pytest.raises(TargetUnreachable):
+                await attaching
+        else:
+            attaching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await attaching
+        assert receiver._serving.hold.held and not await is_free(receiver)
+        await receiver._serving.hold.confirm()
+        await receiver._serving.resume(3)
+        assert resumed(scripted) and await is_free(receiver)
+
+
+async def test_a_release_that_ends_badly_lets_go_of_no_push(scripted, monkeypatch) -> None:
+    async with stand_in(scripted) as receiver:
+        asks, weight_version = Gate(), receiver.front.weight_version
+
+        async def fails() -> str:
+            monkeypatch.setattr(receiver.front, "weight_version", weight_version)
+            await asks()
+            raise TargetUnreachable("no answer in time")
+
+        monkeypatch.setattr(receiver.front, "weight_version", fails)
+        releasing = asyncio.create_task(receiver.release_memory(["kv_cache"]))
+        await asks.came.wait()
+        await receiver._serving.pause("keep")
+        asks.open.set()
+        with pytest.raises(TargetUnreachable):
+            await releasing
+        await receiver._serving.hold.confirm()
+        await receiver._serving.resume(3)
+        assert resumed(scripted) and await is_free(receiver)
+
+
+async def test_memory_that_is_resumed_under_a_push_resumes_nothing_else(scripted) -> None:
+    """Requests would be answered from half of its weights."""
+    async with stand_in(scripted) as receiver:
+        await receiver.release_memory(["kv_cache"])
+        await receiver._serving.pause("keep")
+        scripted.paths()
+        await receiver.resume_memory()
+        assert scripted.paths() == ["resume_memory_occupation"]
+        await receiver._serving.hold.confirm()
+        await receiver._serving.resume(3)
+        assert resumed(scripted) and scripted.version == "3" and await is_free(receiver)
+
+
+async def test_a_look_that_failed_loses_no_receiver_that_has_begun_a_push(scripted, monkeypatch) -> None:
+    """A source finds the server and pushes as soon as it is its turn: after the watch, whose look has just failed."""
+    receiver = stand_in(scripted, watch_s=0.01)
+    asks, weight_version, pushing = Gate(), receiver.front.weight_version, asyncio.Event()
+
+    async def fails() -> str:
+        monkeypatch.setattr(receiver.front, "weight_version", weight_version)
+        await asks()
+        raise TargetUnreachable("a hiccup")
+
+    async def source() -> None:
+        await receiver.attach()
+        monkeypatch.setattr(receiver, "_busy", lambda: True)
+        pushing.set()
+
+    async with receiver:
+        monkeypatch.setattr(receiver.front, "weight_version", fails)
+        await asks.came.wait()
+        begun = asyncio.create_task(source())
+        await asyncio.sleep(0)  # it waits for its turn
+        asks.open.set()
+        await begun
+        found, looks = receiver._receiver, len(scripted.calls)
+        async with receiver._alone():  # whoever was before it is done
+            pass
+        assert pushing.is_set() and receiver._receiver is found is not None
+        assert len(scripted.calls) == looks
+
+
+async def test_closed_where_all_tasks_are_cancelled(scripted) -> None:
+    """Whatever the loop's end cancels: it is closed then, and nobody is told of a cancellation that was not theirs."""
+    for number in range(40):
+        receiver = stand_in(scripted)
+        await receiver.start()
+        closing = asyncio.create_task(receiver.close())
+        for _ in range(number):
+            await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            if "syncline" in task.get_name() or task is closing:
+                task.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await receiver.close()
+        assert receiver._receiver is None and not receiver._hold.ours
+        assert receiver._watch.done() and receiver.front._session is None
+        await until(no_threads, f"no thread is left, cancelled after {number} steps")
+
+
+async def test_another_loop_cannot_close_it(scripted) -> None:
+    async with stand_in(scripted) as receiver:
+        with pytest.raises(SynclineError, match="another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(receiver.close()))
+        assert receiver.attached and receiver.state == "COMMITTED"
+    assert not receiver.attached

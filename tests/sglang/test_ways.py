@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from syncline.adapters.engines.sglang.ways import DistributedWay
+from syncline.adapters.engines.sglang import ways
+from syncline.adapters.engines.sglang.ways import DiskWay, DistributedWay
 from syncline.adapters.engines.update_group import Place, UpdateGroup
 from syncline.engine.errors import ClosedError, LoaderError
 
@@ -91,6 +92,89 @@ async def test_nothing_is_left_of_a_group_whose_maker_goes_away(then: str) -> No
                 await meeting
         await front.member.close()
     assert not members()
+
+
+@pytest.mark.parametrize("where", ["group.close", "destroy_group"])
+async def test_a_drop_that_is_cancelled_still_closes_the_store(where: str) -> None:
+    came = asyncio.Event()
+
+    async def never(*_: object) -> None:
+        came.set()
+        await asyncio.Event().wait()
+
+    way = DistributedWay(SimpleNamespace(destroy_group=never), backend="gloo", host="127.0.0.1", timeout_s=10)
+    closed = []
+    way._store = SimpleNamespace(close=lambda: closed.append(True))
+    close = never if where == "group.close" else nothing
+    way._group = SimpleNamespace(close=close, place=SimpleNamespace(name="a group"))
+    dropping = asyncio.create_task(way.drop())
+    await came.wait()
+    dropping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await dropping
+    assert closed
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A way through a folder below ``parent``, for a model of some files."""
+    model, parent = tmp_path / "model", tmp_path / "parent"
+    model.mkdir()
+    parent.mkdir()
+    for number in range(3):
+        (model / f"{number}.txt").write_text("x")
+    front = SimpleNamespace(url="http://somewhere")
+    return SimpleNamespace(
+        way=DiskWay(front, parent=str(parent), timeout_s=5), info=SimpleNamespace(model_path=str(model)), parent=parent
+    )
+
+
+async def test_no_folder_is_made_after_the_close(disk) -> None:
+    await disk.way.close()
+    with pytest.raises(ClosedError, match="was closed"):
+        await disk.way.begin(disk.info, "target")
+    assert not list(disk.parent.iterdir())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+@pytest.mark.parametrize("work", ["begin", "send"])
+async def test_a_folder_is_removed_when_no_thread_writes_into_it(disk, monkeypatch, work: str, how: str) -> None:
+    """Else the thread would leave a part of it behind."""
+    writing, go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def slowly(*where: object) -> None:
+        (path,) = [path for path in where if str(path).startswith(str(disk.parent))]
+        loop.call_soon_threadsafe(writing.set)
+        assert go_on.wait(30)
+        path.parent.mkdir(exist_ok=True)  # as if it had come between what the removal sees and its last step
+        path.write_text("x")
+
+    if work == "begin":
+        monkeypatch.setattr(ways.shutil, "copyfile", slowly)
+        working = asyncio.create_task(disk.way.begin(disk.info, "target"))
+    else:
+        monkeypatch.setattr(ways, "_write", slowly)
+        await disk.way.begin(disk.info, "target")
+        working = asyncio.create_task(disk.way.send(None, None, None))
+    async with asyncio.timeout(30):
+        await writing.wait()
+        if how == "cancelled":
+            working.cancel()
+        ending = asyncio.create_task(disk.way.drop() if how == "cancelled" else disk.way.close())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not ending.done()
+        go_on.set()
+        await asyncio.gather(working, return_exceptions=True)
+        await ending
+    assert not list(disk.parent.iterdir())
+    if how == "closed":
+        with pytest.raises(ClosedError):
+            await disk.way.send(None, None, None)
+
+
+async def nothing() -> None:
+    pass
 
 
 async def answered_at_once(_: str) -> None:

@@ -7,12 +7,16 @@ until it has resumed or fenced it, in two ways:
 - a mark at the server: while an update is under way its weights' version is ``syncline-unfinished@<place>.<who>.<number>``. It
   is read back before every step that counts, and goes on counting with every bucket. Two hosts see each other by that alone.
 
+Within a stand-in several may hold the server at a time: a push, an attempt to attach, memory that was released. Each has a
+`Hold` of its own, and none lets go of another's.
+
 A mark whose owner is dead, told by the lock (same place) or by its standing still (another host), keeps nobody out. What is
 then at the server is no version, and only a whole push makes one of it.
 """
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import hashlib
 import os
@@ -29,7 +33,7 @@ from .front import SGLangFront
 
 
 class Hold:
-    """The right to change one server. Belongs to one stand-in, on one event loop.
+    """The right to change one server. Belongs to one stand-in, on one event loop; others may come once all are released.
 
     Args:
         front: the server.
@@ -41,28 +45,37 @@ class Hold:
     def __init__(self, front: SGLangFront, *, life: str, patience_s: float, folder: Path | None = None) -> None:
         self._front, self.life, self._patience_s = front, life, patience_s
         folder = _own_folder() if folder is None else folder
-        self._path = folder / f"sglang-{life or hashlib.sha256(front.url.encode()).hexdigest()[:16]}.lock"
+        path = folder / f"sglang-{life or hashlib.sha256(front.url.encode()).hexdigest()[:16]}.lock"
         found = folder.stat()
         self._place = hashlib.sha256(f"{host_id()}|{found.st_dev}:{found.st_ino}".encode()).hexdigest()[:8]
         self._who = f"{self._place}.{secrets.token_hex(4)}"
-        self._file: int | None = None
-        self._marks = 0
-        self._seen = ("", 0.0)
+        self._common = _Common(path, front.url)
+
+    def share(self) -> Hold:
+        """Another hold of the same stand-in on the same server: taken and released by itself."""
+        return copy.copy(self)
 
     @property
     def held(self) -> bool:
-        """The server is ours to change."""
-        return self._file is not None
+        """The server is ours to change until this one is released."""
+        return self in self._common.holders
+
+    @property
+    def ours(self) -> bool:
+        """The server is ours to change, by this hold or by another one of the same stand-in."""
+        return bool(self._common.holders)
 
     async def take(self) -> str:
         """Make the server ours, unless it is. Returns what it says as its weights' version.
 
+        A call that fails, or is cancelled, changes nothing.
+
         Raises:
             BusyError: another stand-in changes it now.
         """
-        if self._file is not None:
+        if self.held:
             return await self._front.weight_version()
-        self._lock()
+        self._common.take(self)
         try:
             said = await self._front.weight_version()
             self.look(said)
@@ -72,25 +85,21 @@ class Hold:
         return said
 
     def release(self) -> None:
-        """Others may change it. Idempotent."""
-        file, self._file = self._file, None
-        if file is not None:
-            self._path.unlink(missing_ok=True)  # while it is locked: nobody else's
-            os.close(file)
+        """Others may change it, unless another hold of this stand-in is held. Idempotent."""
+        self._common.release(self)
 
     def look(self, said: str) -> None:
         """Raise `BusyError` if a living stand-in has marked the server, as far as can be told from here."""
-        if said != self._seen[0]:
-            self._seen = (said, time.monotonic())
+        since = self._common.seen(said)
         owner = said.removeprefix(f"{UNFINISHED}@")
         if owner == said or self.is_mine(said):
             return
         if owner.startswith(f"{self._place}."):
-            if self._file is None:
-                self._lock()
+            if not self.held:
+                self._common.take(self)
                 self.release()
             return
-        if time.monotonic() - self._seen[1] < self._patience_s:
+        if time.monotonic() - since < self._patience_s:
             raise BusyError(
                 f"{self._front.url} is being updated from another host ({said}); push again when that has ended, or once "
                 f"nothing has come of it for {self._patience_s:g} s"
@@ -98,23 +107,54 @@ class Hold:
 
     def mark(self) -> str:
         """A new mark; what the server says from now on as its weights' version, until an update has ended."""
-        self._marks += 1
-        return f"{UNFINISHED}@{self._who}.{self._marks}"
+        self._common.marks += 1
+        return f"{UNFINISHED}@{self._who}.{self._common.marks}"
 
     def is_mine(self, said: str) -> bool:
-        """Whether a weights' version is a mark of ours."""
+        """Whether a weights' version is a mark of this stand-in."""
         return said.startswith(f"{UNFINISHED}@{self._who}.")
 
     async def confirm(self) -> None:
-        """Raise `LoaderError` unless the server still says our mark."""
+        """Raise `LoaderError` unless this one is held and the server still says our mark."""
         said = await self._front.weight_version()
-        if self._file is None or not self.is_mine(said):
+        if not self.held or not self.is_mine(said):
             raise LoaderError(
                 f"{self._front.url} says weight version {said!r} in the middle of an update: another process changes it, too; "
                 "let one source at a time push into a server"
             )
 
-    def _lock(self) -> None:
+
+class _Common:
+    """What all holds of a stand-in on a server have in common: the locked file, the marks it has made and those it has seen."""
+
+    def __init__(self, path: Path, url: str) -> None:
+        self._path, self._url = path, url
+        self._file = -1
+        self._seen = ("", 0.0)
+        self.holders: set[Hold] = set()
+        self.marks = 0
+
+    def seen(self, said: str) -> float:
+        """Since when the server says this as its weights' version, as far as was looked."""
+        if said != self._seen[0]:
+            self._seen = (said, time.monotonic())
+        return self._seen[1]
+
+    def take(self, hold: Hold) -> None:
+        """Raises `BusyError` while another stand-in has the lock."""
+        if not self.holders:
+            self._file = self._lock()
+        self.holders.add(hold)
+
+    def release(self, hold: Hold) -> None:
+        if hold not in self.holders:
+            return
+        self.holders.remove(hold)
+        if not self.holders:
+            self._path.unlink(missing_ok=True)  # while it is locked: nobody else's
+            os.close(self._file)
+
+    def _lock(self) -> int:
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -123,12 +163,11 @@ class Hold:
                 who = os.pread(file, 32, 0).decode(errors="replace").strip()
                 os.close(file)
                 raise BusyError(
-                    f"another source (process {who or 'unknown'}) is updating {self._front.url}; push again when it has ended"
+                    f"another source (process {who or 'unknown'}) is updating {self._url}; push again when it has ended"
                 ) from None
             if self._is_there(file):
                 os.pwrite(file, str(os.getpid()).encode(), 0)
-                self._file = file
-                return
+                return file
             os.close(file)  # whoever held it has just removed it
 
     def _is_there(self, file: int) -> bool:

@@ -57,7 +57,7 @@ class SGLangServing:
     ===========  ==============================================================================================
 
     Requests that come to a paused server wait until it is resumed. From `pause` until `resume` or `fence` has been done the
-    server is held; what is not held is another one's, and left alone.
+    server is held; what the stand-in does not hold is another one's, and left alone.
 
     What has to be so (resumed, or fenced) is attempted until the server has done it, another one has changed it, something else
     is wanted or `close` is called (see `Reconciler`). Only the first attempt is waited for.
@@ -66,6 +66,7 @@ class SGLangServing:
     def __init__(self, front: SGLangFront, state: ServerState, hold: Hold) -> None:
         self._front, self._state, self.hold = front, state, hold
         self._reconciler = Reconciler(f"SGLang at {front.url}", log)
+        self._in_push = False
 
     async def pause(self, in_flight: InFlight) -> None:
         """Take the server; no forward pass runs and none will start.
@@ -74,21 +75,27 @@ class SGLangServing:
             BusyError: another stand-in is changing it.
             TargetLost: it is not as it was left: another stand-in has changed it.
         """
+        self._in_push = True
         self._reconciler.supersede()
         async with self._reconciler.turn:
-            self.expect(await self.hold.take())
-            await self._halt(in_flight)
-            mark = self.hold.mark()
-            await self._front.set_weight_version(mark)  # returns when the scheduler has seen the pause, too
-            if (said := await self._front.weight_version()) != mark:
-                self._let_go()
-                raise BusyError(f"{self._front.url} says weight version {said!r}, not our mark: another source updates it, too")
+            try:
+                self.expect(await self.hold.take())
+                await self._halt(in_flight)
+                await self._mark()
+            except (BusyError, TargetLost):
+                self.hold.release()
+                raise
+
+    async def _mark(self) -> None:
+        mark = self.hold.mark()
+        await self._front.set_weight_version(mark)  # returns when the scheduler has seen the pause, too
+        if (said := await self._front.weight_version()) != mark:
+            raise BusyError(f"{self._front.url} says weight version {said!r}, not our mark: another source updates it, too")
 
     def expect(self, said: str) -> None:
-        """Let go of the server and raise `TargetLost` if it is not as it was left."""
+        """Raise `TargetLost` if the server is not as it was left."""
         if self._is_as_left(said):
             return
-        self._let_go()
         raise TargetLost(
             f"{self._front.url} says weight version {said!r}, where {self._state.weight_version!r} was left: it was started "
             "anew, or another source has updated it; the next push starts from what it holds now"
@@ -127,18 +134,24 @@ class SGLangServing:
 
     async def resume(self, version: int) -> None:
         """Generation goes on; not while memory is released, which has to be resumed first."""
+        self._in_push = False
         if self._state.released:
             return
-        if not self.hold.held:
+        if not self.hold.ours:
             log.warning("SGLang at %s is not resumed: another source holds it", self._front.url)
             return
         await self._reach("resume", self._resume)
+
+    async def go_on(self, version: int) -> None:
+        """`resume` what was halted, unless a push has paused it since: what becomes of it then is for that one to say."""
+        if not self._in_push:
+            await self.resume(version)
 
     async def _resume(self) -> None:
         await self._unmark(await self.hold.take())
         await self._front.resume(self._state.info.dialect)
         self._state.paused = None
-        self._let_go()
+        self.hold.release()
         # A health check that came during a long pause has failed, and the server counts as ill until one succeeds.
         await self._front.recover()
 
@@ -153,6 +166,7 @@ class SGLangServing:
 
     async def fence(self, reason: str) -> None:
         """Pause if that has not been done; requests that are being answered end with SGLang's own error."""
+        self._in_push = False
         log.info("SGLang at %s is fenced: %s", self._front.url, reason)
         await self._reach("pause", self._fence)
 
@@ -168,7 +182,7 @@ class SGLangServing:
                 await self._front.set_weight_version(UNFINISHED)
             self._state.weight_version = UNFINISHED
         finally:
-            self._let_go()
+            self.hold.release()
 
     async def _reach(self, state: str, act: Callable[[], Awaitable[None]]) -> None:
         async def unless_anothers() -> None:
@@ -176,18 +190,14 @@ class SGLangServing:
                 await act()
             except (BusyError, _NotOurs) as error:
                 log.warning("SGLang at %s is left as it is and did not %s: %s", self._front.url, state, error)
-                self._let_go()
+                self.hold.release()
 
         await self._reconciler.reach(state, unless_anothers, wait=False)
 
     async def close(self, patience_s: float = 0.0) -> None:
-        """Ask for nothing any more, but for ``patience_s`` seconds. The server stays paused, or not, as it is then."""
+        """Ask for nothing any more, but for ``patience_s`` seconds. It is let go, and stays paused, or not, as it is then."""
         await self._reconciler.close(patience_s)
-
-    def _let_go(self) -> None:
-        """Not while memory is released: nobody else knows of that."""
-        if not self._state.released:
-            self.hold.release()
+        self.hold.release()
 
     async def flush(self, version: int) -> None:
         """Drop the keys and values of running requests, too: they are read anew."""

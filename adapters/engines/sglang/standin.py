@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,7 +35,7 @@ from syncline.engine.errors import (
 )
 from syncline.engine.messages import State
 from syncline.scheduler.layout import Layout
-from syncline.stages.completions import to_its_end, uninterrupted
+from syncline.stages.closing import Closing, in_turn
 
 from ..checkpoint_manifest import checkpoint_tensors
 from ..unfinished import UNFINISHED
@@ -109,8 +110,8 @@ class SGLangReceiver:
         self._changer: asyncio.Task[Any] | None = None
         self._called_off: asyncio.Task[Any] | None = None
         self._released: set[MemoryTag] = set()
-        self._closed = False
-        self._closing: asyncio.Task[None] | None = None
+        self._detaching: Closing | None = None
+        self._closing = Closing(self._close, "syncline-sglang-close")
 
     async def start(self) -> None:
         """Look at the server, fence it if it has nothing to serve, and listen.
@@ -121,8 +122,9 @@ class SGLangReceiver:
             PlanError: the tensors of its model are not known.
             BusyError: another source is updating it, and goes on with that.
         """
-        if self._closed or self._watch is not None:
-            raise ClosedError(_CLOSED if self._closed else "it runs already")
+        if self._closing.begun or self._watch is not None:
+            raise ClosedError(_CLOSED if self._closing.begun else "it runs already")
+        self._closing.here()
         try:
             async with asyncio.timeout(_STARTING_S):
                 await self._attach_when_up()
@@ -132,7 +134,7 @@ class SGLangReceiver:
         except BaseException:
             await self.close()
             raise
-        if self._closed:
+        if self._closing.begun:
             raise ClosedError(_CLOSED)
         self._watch = asyncio.create_task(self._watch_it(), name="syncline-sglang-watch")
 
@@ -155,8 +157,7 @@ class SGLangReceiver:
             BusyError: another source is updating the server. Nothing has changed here.
         """
         async with self._alone():
-            if self._receiver is None or not (self._busy() or await self._is_ours()):
-                await self._attach()
+            await self._look()
 
     @property
     def address(self) -> str:
@@ -201,20 +202,27 @@ class SGLangReceiver:
             if problems:
                 raise ConfigError(problems)
             assert self._serving is not None
-            if self._busy():
-                raise BusyError(f"a push into {self.front.url} is under way; release its memory when that has ended")
-            self._serving.expect(await self._serving.hold.take())
+            assert self._hold is not None
             try:
+                said = await self._hold.take()  # for as long as memory is released: nobody else knows of that
+                if self._busy():
+                    raise BusyError(f"a push into {self.front.url} is under way; release its memory when that has ended")
+                self._serving.expect(said)
                 await self._release(tags, self._serving)
-            except BaseException:
-                if not self._released and self._receiver is not None:
-                    await self._give_back(self._serving, self._receiver.serving_version)
-                if not self._released and self._hold is not None:
+            finally:
+                if not self._released:
                     self._hold.release()
-                raise
 
     async def _release(self, tags: Sequence[MemoryTag], serving: SGLangServing) -> None:
         """Weights are none before they go; and whatever ends the call but the server's word, the memory counts as gone."""
+        try:
+            await self._release_halted(tags, serving)
+        except BaseException:
+            if not self._released and self._receiver is not None:
+                await self._give_back(serving, self._receiver.serving_version)
+            raise
+
+    async def _release_halted(self, tags: Sequence[MemoryTag], serving: SGLangServing) -> None:
         await serving.halt("abort")
         await serving.drop_cache()
         if "weights" in tags:
@@ -246,34 +254,42 @@ class SGLangReceiver:
                 return  # SGLang takes none for all, and dies of those that are there
             await self.front.resume_memory(sorted(wanted))
             self._released -= wanted
-            serving = None if self._receiver is None else self._receiver.serving_version
-            if serving is not None and self._serving is not None and not self._released:
-                await self._serving.resume(serving)
-            if not self._released and self._hold is not None and not self._busy():
+            if self._released:
+                return
+            assert self._hold is not None
+            try:
+                serving = None if self._receiver is None else self._receiver.serving_version
+                if serving is not None and self._serving is not None:
+                    await self._serving.go_on(serving)
+            finally:
                 self._hold.release()
 
     async def close(self) -> None:
         """Stop listening, in bounded time. The server goes on with what it serves; a fenced one stays paused.
 
-        Once begun it is done, also where its caller is cancelled meanwhile.
+        Once begun it is done, also where its caller is cancelled meanwhile. If a part of it fails the rest is closed all the
+        same, and then that is raised.
         """
-        if self._closing is None:
-            self._closed = True
-            self._closing = asyncio.create_task(self._close(), name="syncline-sglang-close")
-        await to_its_end(self._closing)
+        await self._closing()
 
     async def _close(self) -> None:
+        await in_turn(self._end_changes, self._end_life, self.front.close)
+
+    async def _end_changes(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        if self._changer is not None:
+        if self._changer is not None and self._changer is not self._called_off:
             self._called_off = self._changer
             self._changer.cancel()
+
+    async def _end_life(self) -> None:
         async with self._changing:
-            await self._detach(_LAST_S)
-            if self._hold is not None:
-                self._hold.release()
-        await self.front.close()
+            try:
+                await self._detach(_LAST_S)
+            finally:
+                if self._hold is not None:
+                    self._hold.release()
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -283,7 +299,7 @@ class SGLangReceiver:
             ClosedError: it is closed, or was meanwhile.
         """
         async with self._changing:
-            if self._closed:
+            if self._closing.begun:
                 raise ClosedError(_CLOSED)
             self._changer = task = asyncio.current_task()
             assert task is not None
@@ -313,12 +329,17 @@ class SGLangReceiver:
     async def _is_ours(self) -> bool:
         """Whether the server that answers is the one that the receiver was made for, unchanged by others."""
         assert self._state is not None
-        assert self._hold is not None
+        assert self._serving is not None
         expected = self._state.weight_version
         said = await self.front.weight_version()
         # A push may have begun, or ended, while the answer was under way: then it says nothing.
         now = self._state.weight_version
-        return said == expected or self._hold.is_mine(said) or now is None or now != expected
+        return said == expected or self._serving.hold.is_mine(said) or now is None or now != expected
+
+    async def _look(self) -> None:
+        """`attach`, by whoever is alone."""
+        if self._receiver is None or not (self._busy() or await self._is_ours()):
+            await self._attach()
 
     async def _attach(self) -> None:
         info = await self.front.info()
@@ -332,15 +353,20 @@ class SGLangReceiver:
                 self._hold.release()
                 self._released = set()  # it was started anew, and has all of it
             self._hold = Hold(self.front, life=info.life, patience_s=self.options.timeout_s)
-        said = await self._hold.take()
-        if self._busy() or not self._hold.held:  # a push of our own has begun meanwhile: it is that one's hold, and to release
-            return
+        hold = self._hold.share()
+        said = await hold.take()
         try:
-            await self._detach()
-            await self._attach_held(info, self._hold, self._layout, said)
+            if self._receiver is None or not await self._goes_on(info.life):
+                await self._detach()
+                await self._attach_held(info, self._hold.share(), self._layout, said)
         finally:
-            if not self._released:
-                self._hold.release()
+            hold.release()
+
+    async def _goes_on(self, life: str) -> bool:
+        """Whether the receiver stays: meanwhile a push of its own has begun, or ended, or another source has given up."""
+        assert self._state is not None
+        ours = self._state.info.life == life and await self._is_ours()
+        return self._busy() or ours
 
     async def _attach_held(self, info: ServerInfo, hold: Hold, layout: Layout, said: str) -> None:
         version = _held(said, info)
@@ -351,7 +377,7 @@ class SGLangReceiver:
         self._serving = serving = SGLangServing(self.front, state, hold)
         try:
             await self._settle(serving, version)
-            await self._receive(info, hold, layout, said, version)
+            await self._receive(info, layout, said, version)
         except BaseException:
             await self._give_back(serving, version)
             await serving.close(_LAST_S)
@@ -363,11 +389,11 @@ class SGLangReceiver:
             return
         try:
             async with asyncio.timeout(_GIVE_BACK_S):
-                await serving.resume(version)
+                await serving.go_on(version)
         except TimeoutError:
             log.warning("SGLang at %s was paused and does not answer: it stays paused", self.front.url)
 
-    async def _receive(self, info: ServerInfo, hold: Hold, layout: Layout, said: str, version: int | None) -> None:
+    async def _receive(self, info: ServerInfo, layout: Layout, said: str, version: int | None) -> None:
         """Begin to listen, for this life of the server."""
         state, serving = self._state, self._serving
         assert state is not None
@@ -408,16 +434,16 @@ class SGLangReceiver:
         """Let go of what was made for one life of the server. All of it, also where the caller is cancelled."""
         receiver, self._receiver = self._receiver, None
         way, self._way = self._way, None
-
-        async def let_go() -> None:
-            if receiver is not None:
-                await receiver.close()
-            if self._serving is not None:
-                await self._serving.close(patience_s)
-            if way is not None:
-                await way.close()
-
-        await uninterrupted(let_go())
+        closes: list[Callable[[], Awaitable[None]]] = [] if self._detaching is None else [self._detaching]  # that was cut off
+        if receiver is not None:
+            closes.append(receiver.close)
+        if self._serving is not None:
+            closes.append(partial(self._serving.close, patience_s))
+        if way is not None:
+            closes.append(way.close)
+        self._detaching = Closing(lambda: in_turn(*closes), "syncline-sglang-detach")
+        await self._detaching()
+        self._detaching = None
 
     def _find_layout(self, info: ServerInfo) -> Layout:
         """Reads files and builds a model without memory: off the event loop."""
@@ -445,19 +471,22 @@ class SGLangReceiver:
         while True:
             await asyncio.sleep(self.options.watch_s)
             try:
-                await self.attach()
+                async with self._alone():
+                    await self._look_or_lose()
             except ClosedError:
                 return
-            except BusyError as error:
-                log.debug("SGLang at %s: %s", self.front.url, error)
-            except (SynclineError, ValueError, TypeError) as error:  # the latter: an answer that is none of SGLang's
-                log.debug("SGLang at %s: %s", self.front.url, error)
-                if self._receiver is not None and not self._busy():
-                    log.warning("SGLang at %s is lost: %s", self.front.url, error)
-                    async with self._alone():
-                        await self._detach()
-                        if self._hold is not None and not self._released:
-                            self._hold.release()
+
+    async def _look_or_lose(self) -> None:
+        """By whoever is alone until all has been done: only a push can come between, and that is asked for last."""
+        try:
+            await self._look()
+        except BusyError as error:
+            log.debug("SGLang at %s: %s", self.front.url, error)
+        except (SynclineError, ValueError, TypeError) as error:  # the latter: an answer that is none of SGLang's
+            log.debug("SGLang at %s: %s", self.front.url, error)
+            if self._receiver is not None and not self._busy():
+                log.warning("SGLang at %s is lost: %s", self.front.url, error)
+                await self._detach()
 
     def _busy(self) -> bool:
         """While a push is under way its own calls notice what is wrong."""

@@ -8,12 +8,14 @@ import contextlib
 import pickle  # noqa: TID251 - one endpoint of SGLang wants to be sent one; see `TensorWay`
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from syncline.engine.errors import ClosedError, SynclineError, TargetLost, TargetUnreachable, TransportError
+from syncline.stages.closing import uninterrupted
 from syncline.stages.copies import torch_dtype
 from syncline.stages.workers import call_in_thread
 
@@ -135,13 +137,15 @@ class DistributedWay:
     async def drop(self) -> None:
         group, self._group = self._group, None
         store, self._store = self._store, None
-        if group is not None:
-            await group.close()
-            with contextlib.suppress(SynclineError, TimeoutError):  # it may be gone, or have thrown the group away itself
-                async with asyncio.timeout(_LAST_WORD_S):
-                    await self._front.destroy_group(group.place.name)
-        if store is not None:
-            store.close()
+        try:
+            if group is not None:
+                await group.close()
+                with contextlib.suppress(SynclineError, TimeoutError):  # it may be gone, or have thrown the group away itself
+                    async with asyncio.timeout(_LAST_WORD_S):
+                        await self._front.destroy_group(group.place.name)
+        finally:  # also for who is cancelled
+            if store is not None:
+                store.close()
 
     async def close(self) -> None:
         self._closed = True
@@ -151,7 +155,8 @@ class DistributedWay:
 class DiskWay:
     """Implements `Way` by a checkpoint in a temporary folder, which the server reads: the last resort.
 
-    The server takes the folder for its model's from then on, so it is kept until the next one is read, or until `close`.
+    The server takes the folder for its model's from then on, so it is kept until the next one is read, or until `close`. It is
+    removed when no thread writes into it any more.
 
     Args:
         front: the server, on this machine or one that sees the same folders.
@@ -166,38 +171,56 @@ class DiskWay:
         self._read: Path | None = None
         self._files = 0
         self._version: str | None = None
+        self._turn = asyncio.Lock()
+        self._closed = False
 
     async def begin(self, info: ServerInfo, selector: Selector) -> None:
         await self.drop()
-        if self._read is None:
-            self._model = info.model_path
-        self._files, self._version = 0, None
-        self._folder = Path(tempfile.mkdtemp(prefix="syncline-sglang-", dir=self._parent))
-        await asyncio.to_thread(self._fill, self._folder)
+        async with self._turn:
+            if self._closed:
+                raise self._was_closed()
+            if self._read is None:
+                self._model = info.model_path
+            self._files, self._version = 0, None
+            folder = self._folder = Path(tempfile.mkdtemp(prefix="syncline-sglang-", dir=self._parent))
+            await uninterrupted(_in_thread(lambda: self._fill(folder)))
 
     async def send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
-        assert self._folder is not None
-        self._files += 1
-        self._version = version
-        await asyncio.to_thread(_write, self._folder / f"model-{self._files:05d}.safetensors", bucket, data)
+        async with self._turn:
+            folder = self._open()
+            self._files += 1
+            self._version = version
+            path = folder / f"model-{self._files:05d}.safetensors"
+            await uninterrupted(_in_thread(lambda: _write(path, bucket, data)))
 
     async def end(self) -> None:
-        assert self._folder is not None
-        await self._front.update_from_disk(folder=str(self._folder), version=self._version, timeout_s=self._timeout_s)
-        before, self._read, self._folder = self._read, self._folder, None
+        folder = self._open()
+        await self._front.update_from_disk(folder=str(folder), version=self._version, timeout_s=self._timeout_s)
+        before, self._read, self._folder = self._read, self._open(), None
         if before is not None:
             await _remove(before)
 
     async def drop(self) -> None:
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            await _remove(folder)
+        async with self._turn:
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                await _remove(folder)
 
     async def close(self) -> None:
+        self._closed = True
         await self.drop()
         read, self._read = self._read, None
         if read is not None:
             await _remove(read)
+
+    def _open(self) -> Path:
+        """The folder that is being filled."""
+        if self._folder is None:
+            raise self._was_closed()
+        return self._folder
+
+    def _was_closed(self) -> ClosedError:
+        return ClosedError(f"the way to {self._front.url} was closed")
 
     def _fill(self, folder: Path) -> None:
         """With everything of the model but its weights."""
@@ -255,8 +278,12 @@ async def _broadcast(group: UpdateGroup, data: torch.Tensor, timeout_s: float) -
 
 
 async def _remove(folder: Path) -> None:
+    await _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+async def _in_thread(work: Callable[[], None]) -> None:
     """Also while others keep asyncio's own threads busy: closing waits for it."""
-    await call_in_thread(lambda: shutil.rmtree(folder, ignore_errors=True), name="syncline-remove")
+    await call_in_thread(work, name="syncline-folder")
 
 
 def _view(slot: Slot, data: torch.Tensor) -> torch.Tensor:
