@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from syncline.stages.completions import uninterrupted
+from syncline.stages.closing import uninterrupted
 from syncline.stages.workers import call_in_thread
 
 from .address import Address, inode_of, open_listener, remove_socket_file

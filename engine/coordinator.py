@@ -49,6 +49,7 @@ Misfit = Callable[[list[bytes], list[bytes], int], Awaitable[PlanError | None]]
 """Why manifests of all source ranks and of the ranks of one target do not fit together; None: they do."""
 _MODULUS = 2**128
 _ABORT_TIMEOUT_S = 2.0
+_CLOSE_S = 20.0
 _ANSWER_MARGIN_S = 0.5
 """Kept back from the deadline so that a target's last answer still makes it into the report."""
 
@@ -438,7 +439,14 @@ class Coordinator:
         return TargetLost(f"target {handle.address} is lost: it gave no answer within {timeout_s:.3g} s{slow}")
 
     async def close(self) -> None:
-        await asyncio.gather(*(handle.close() for handle in self.handles))
+        """Let go of every target. One of somebody's own may wait for whoever waits here, and does not hold this up."""
+        closing = [asyncio.create_task(handle.close()) for handle in self.handles]
+        _, late = await asyncio.wait(closing, timeout=_CLOSE_S)
+        for task in late:
+            task.cancel()
+        errors = [task.exception() for task in closing if task.done() and not task.cancelled()]
+        for error in filter(None, errors):
+            raise error
 
 
 def _programs(plan: Plan, target: int, ranks: int) -> list[bytes]:

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from syncline.stages.completions import Signal
+from syncline.stages.workers import call_in_thread
+
 from .coordination import Coordination, Hub, Solo, Spoke
 from .errors import SourceRankLost, SynclineError
+
+T = TypeVar("T")
 
 _KEY = "syncline/rank-0"
 _LOOK_EVERY_S = 0.02
@@ -40,7 +48,7 @@ async def meet(group: dist.ProcessGroup | None, rank: int, world_size: int, host
     hub = Hub(world_size)
     try:
         card = Card(address=await hub.start(host), token=hub.token)
-        await asyncio.to_thread(store.set, _KEY, msgspec.json.encode(card).decode())
+        await _ask(partial(store.set, _KEY, msgspec.json.encode(card).decode()))
         await hub.joined(timeout_s)
     except BaseException:
         await hub.close()
@@ -53,7 +61,7 @@ async def _find_rank_0(store: c10d.Store, rank: int, world_size: int, timeout_s:
     until = time.monotonic() + timeout_s
     followed, reason = b"", "rank 0 did not come to connect"
     while (left := until - time.monotonic()) > 0:
-        payload = await asyncio.to_thread(_read, store)
+        payload = await _ask(partial(_read, store))
         if payload != followed:
             card = msgspec.json.decode(payload, type=Card)
             spoke = Spoke(rank, world_size)
@@ -65,6 +73,11 @@ async def _find_rank_0(store: c10d.Store, rank: int, world_size: int, timeout_s:
                 return spoke
         await asyncio.sleep(_LOOK_EVERY_S)
     raise SourceRankLost(f"source rank {rank} did not meet rank 0 within {timeout_s:g} s: {reason}")
+
+
+def _ask(call: Callable[[], T]) -> Signal[T]:
+    """Ask a store, which may hang with whoever keeps it: nothing that ends waits for that."""
+    return call_in_thread(call, name="syncline-meet")
 
 
 def _read(store: c10d.Store) -> bytes:

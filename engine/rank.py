@@ -543,7 +543,9 @@ class Rank:
             await _cancel(self._linking)
         link, self._link = self._link, None
         if link is not None:
-            await close_path(link.path)
+            self._retired.append(link.path)
+        for path in self._retired:  # what had begun to close one may have been cut off
+            await close_path(path)
         self._leases = []  # not released: live parameters may lie there for as long as the process serves them
         await call_in_thread(self._stop_threads, name="syncline-stop")
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from syncline.stages.completions import TaskScope, to_its_end, unless_called_off
+from syncline.stages.closing import Closing, called_off, in_turn
+from syncline.stages.completions import TaskScope
 from syncline.stages.device_marks import DeviceMarks
 from syncline.stages.workers import call_in_thread
 
@@ -40,6 +41,7 @@ from .observing import Observer, Observers, UpdateEnd
 from .rank import CommitHook, Rank
 
 _CLOSE_S = 5.0
+_CLOSED = "this receiver is closed; make a new one"
 
 
 class Receiver:
@@ -127,17 +129,17 @@ class Receiver:
         self._member: Member | None = None
         self._joining: asyncio.Task[None] | None = None
         self._observers = Observers(observers=tuple(observers))
-        self._closed = False
         self._starting: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
+        self._closing = Closing(self._close, "syncline-receiver-close")
 
     async def start(self) -> None:
         """Listen. On a rank that is not the leader, also begin to look for the leader; `joined` waits until it is found."""
-        if self._closed or self._starting is not None:
-            raise ClosedError("this receiver is closed; make a new one" if self._closed else "this receiver runs already")
+        if self._closing.begun or self._starting is not None:
+            raise ClosedError(_CLOSED if self._closing.begun else "this receiver runs already")
+        self._closing.here()
         self._starting = asyncio.create_task(self._start(), name="syncline-receiver-start")
         try:
-            await unless_called_off(self._starting, ClosedError("this receiver was closed while it started; make a new one"))
+            await self._closing.unless(self._starting, ClosedError("this receiver was closed while it started; make a new one"))
         except BaseException:
             await self.close()
             raise
@@ -188,10 +190,21 @@ class Receiver:
         self._joining = asyncio.create_task(self._member.run(), name=f"syncline-rank-{rank.rank}")
 
     async def joined(self) -> None:
-        """On a rank that is not the leader: returns once the leader has accepted it. On the leader: at once."""
+        """On a rank that is not the leader: returns once the leader has accepted it. On the leader: at once.
+
+        Raises:
+            ClosedError: it does not run, or was closed meanwhile.
+        """
         self._running()
-        if self._member is not None:
-            await self._member.joined.wait()
+        if self._member is None or self._joining is None:
+            return
+        joined = asyncio.create_task(self._member.joined.wait())
+        try:
+            await asyncio.wait({joined, self._joining}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            joined.cancel()
+        if not self._member.joined.is_set():
+            raise ClosedError(_CLOSED)
 
     @property
     def address(self) -> str:
@@ -203,7 +216,7 @@ class Receiver:
         """``COMMITTED``, ``UPDATING`` or ``FENCED``; on the leader that of the whole target."""
         if self._rank is None:
             return "FENCED"
-        return self._rank.fence.state if self._leader is None or self._closed else self._leader.state
+        return self._rank.fence.state if self._leader is None or self._closing.begun else self._leader.state
 
     @property
     def version(self) -> int | None:
@@ -223,29 +236,32 @@ class Receiver:
         """Stop listening and end everything, in bounded time. A push under way is given up as its landing mode says.
 
         Live parameters stay valid, and are served or not as before. Once begun it is done, also where its caller is cancelled
-        meanwhile.
+        meanwhile. If a part of it fails the rest is closed all the same, and then that is raised.
         """
-        if self._closing is None:
-            self._closed = True
-            self._closing = asyncio.create_task(self._close(), name="syncline-receiver-close")
-        await to_its_end(self._closing)
+        await self._closing()
 
     async def _close(self) -> None:
-        if self._starting is not None and not self._starting.done():
-            self._starting.cancel()
-            await asyncio.wait({self._starting}, timeout=_CLOSE_S)  # what it has called may wait for this
-        if self._joining is not None:
-            self._joining.cancel()
-            await asyncio.gather(self._joining, return_exceptions=True)
-        if self._member is not None:
-            await self._member.close()
-        if self._leader is not None:
-            await self._leader.close()
-        await self._server.close()
+        await in_turn(
+            lambda: called_off(self._starting, _CLOSE_S),
+            lambda: called_off(self._joining, _CLOSE_S),
+            self._end_place,
+            self._server.close,
+            self._end_rank,
+            self._end_observers,
+        )
+
+    async def _end_place(self) -> None:
+        for place in (self._member, self._leader):
+            if place is not None:
+                await place.close()
+
+    async def _end_rank(self) -> None:
         if self._rank is not None:
             await self._rank.close()
         if self._scope is not None:
             await self._scope.join(_CLOSE_S)
+
+    async def _end_observers(self) -> None:
         if self._observers:
             await call_in_thread(self._observers.close, name="syncline-observers-close")
 
@@ -318,7 +334,7 @@ class Receiver:
             self._leader.unwatched(peer)
 
     def _running(self) -> Rank:
-        if self._rank is None or self._closed:
+        if self._rank is None or self._closing.begun:
             raise ClosedError("this receiver does not run; call start() first")
         return self._rank
 

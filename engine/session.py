@@ -24,8 +24,9 @@ from syncline.scheduler.errors import AllTargetsLost, DeadlineExceeded, PushCanc
 from syncline.scheduler.layout import Manifest
 from syncline.scheduler.outcome import PushOutcome, Spans
 from syncline.scheduler.plan import Plan, build_plan
+from syncline.stages.closing import in_turn, uninterrupted
 from syncline.stages.communicator import Rendezvous
-from syncline.stages.completions import uninterrupted
+from syncline.stages.workers import call_in_thread
 
 from .config import TransferConfig
 from .coordination import LOST, Coordination, attempt_of
@@ -101,7 +102,7 @@ class Session:
         if source.rank == 0:
             if source.world_size > 1:
                 host = partial(Rendezvous.host, config.bind_host, timeout_s=config.connect_timeout_s)
-                self._rendezvous = await asyncio.to_thread(host)
+                self._rendezvous = await call_in_thread(host, name="syncline-rendezvous")
             self._coordinator = Coordinator(self.targets, config, self._rendezvous.endpoint if self._rendezvous else "")
         self._until = time.monotonic() + config.connect_timeout_s
         await self._guarded(self._open(None), "connect")
@@ -124,12 +125,10 @@ class Session:
 
     async def close(self) -> None:
         """Close everything in bounded time. Idempotent."""
-        if self._wiring is not None:
-            await self._wiring.close()
-        if self._coordinator is not None:
-            await self._coordinator.close()
-        if self._coordination is not None:
-            await self._coordination.close()
+        closing = [part.close for part in (self._wiring, self._coordinator, self._coordination) if part is not None]
+        await in_turn(*closing, self._leave)
+
+    async def _leave(self) -> None:
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None

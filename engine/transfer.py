@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from syncline.stages.completions import to_its_end, uninterrupted, unless_called_off
+from syncline.stages.closing import Closing, called_off, in_turn, uninterrupted
 from syncline.stages.workers import call_in_thread
 
 from .config import TransferConfig
@@ -26,6 +26,12 @@ from .source import Source
 from .targets import Target
 
 T = TypeVar("T")
+
+_CALL_OFF_S = 20.0
+"""What a push or a connect does when it is cancelled takes less. A target of somebody's own may wait for whoever closes."""
+_CLOSED = "this engine is closed; make a new one"
+_STOP_S = 2.0
+"""How long what is left on the engine's own loop, and in its threads, has to end with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +88,9 @@ class TransferEngine:
         self._home: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[PushReport] | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closing = Closing(self._close, "syncline-close")
         self._thread: _LoopThread | None = None
+        self._lock = threading.Lock()
 
     def _check_targets(self) -> None:
         strangers = [(i, target) for i, target in enumerate(self.targets) if not isinstance(target, Target)]
@@ -114,7 +120,9 @@ class TransferEngine:
             raise BusyError("this engine is connected already" if self._session else "connect() is running already")
         self._connecting = asyncio.create_task(self._connect(), name="syncline-connect")
         try:
-            await unless_called_off(self._connecting, ClosedError("this engine was closed while it connected; make a new one"))
+            await self._closing.unless(
+                self._connecting, ClosedError("this engine was closed while it connected; make a new one")
+            )
         finally:
             self._connecting = None
 
@@ -200,24 +208,24 @@ class TransferEngine:
     async def close(self) -> None:
         """Cancel what runs, wait a bounded time for abandoned work, close every link. Idempotent.
 
-        Once begun it is done, also where its caller is cancelled meanwhile.
+        Once begun it is done, also where its caller is cancelled meanwhile. If a part of it fails the rest is closed all the
+        same, and then that is raised.
         """
-        if self._closing is None:
-            if self._home is not None:
-                self._claim_loop()
-            self._closed = True
-            self._closing = asyncio.create_task(self._close(), name="syncline-close")
-        await to_its_end(self._closing)
+        await self._closing()
 
     async def _close(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
-        if self._running is not None and not self._running.done():
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await in_turn(
+            lambda: called_off(self._connecting, _CALL_OFF_S),
+            lambda: called_off(self._running, _CALL_OFF_S),
+            self._end_session,
+            self._end_observers,
+        )
+
+    async def _end_session(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+    async def _end_observers(self) -> None:
         if self._observers:
             await call_in_thread(self._observers.close, name="syncline-observers-close")
 
@@ -227,16 +235,23 @@ class TransferEngine:
 
     def push_blocking(self, version: int, *, flush_cache: bool = False) -> PushReport:
         """`push`, from synchronous code; connects first if that was not done."""
-        if self._session is None and not self._closed:
+        if self._session is None and not self._closing.begun:
             self.connect_blocking()
         return self._blocking(self.push(version, flush_cache=flush_cache))
 
     def close_blocking(self) -> None:
         """`close`, from synchronous code; ends the engine's thread."""
-        if self._thread is not None and self._thread.stopping:
-            self._thread.stop()
-            return
-        self._blocking(self.close())
+        try:
+            self._blocking(self.close())
+        except ClosedError:
+            if self._thread is None or not self._thread.stopping:
+                raise
+        except Exception:  # whatever could not be closed; not where only the waiting was interrupted
+            self._end_thread()
+            raise
+        self._end_thread()
+
+    def _end_thread(self) -> None:
         if self._thread is not None:
             self._thread.stop()
 
@@ -244,21 +259,22 @@ class TransferEngine:
         try:
             if self._home is not None and (self._thread is None or self._home is not self._thread.loop):
                 raise ClosedError("this engine lives on the event loop on which connect() was awaited; await its methods there")
-            if self._thread is None:
-                self._thread = _LoopThread()
-            elif self._thread.stopping:
-                raise ClosedError("this engine is closed; make a new one")
+            with self._lock:
+                if self._thread is None:
+                    self._thread = _LoopThread()
+                thread = self._thread
         except BaseException:
             work.close()
             raise
-        return self._thread.run(after_caller(work))
+        return thread.run(after_caller(work))
 
     def _claim_loop(self) -> None:
-        if self._closed:
-            raise ClosedError("this engine is closed; make a new one")
+        if self._closing.begun:
+            raise ClosedError(_CLOSED)
         loop = asyncio.get_running_loop()
         if self._home is None:
             self._home = loop
+            self._closing.here()
         elif self._home is not loop:
             raise ClosedError("this engine lives on another event loop (the one on which it connected); use it from there")
 
@@ -273,22 +289,32 @@ class TransferEngine:
 
 
 class _LoopThread:
-    """A uvloop event loop in a thread of its own."""
+    """A uvloop event loop in a thread of its own. `run` and `stop` from any thread."""
 
     def __init__(self) -> None:
         self.loop = _new_loop()
         self.stopping = False
+        self._lock = threading.Lock()
+        self._executor = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="syncline-loop")
+        self.loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._run, name="syncline-loop", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.run_until_complete(_end_all(asyncio.all_tasks(self.loop)))
+        ending = threading.Thread(target=self._executor.shutdown, name="syncline-loop-end", daemon=True)
+        ending.start()
+        ending.join(_STOP_S)  # one of its threads may hang in a call of somebody else's
         self.loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
+        with self._lock:
+            if self.stopping:
+                work.close()
+                raise ClosedError(_CLOSED)
+            future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
         except BaseException:
@@ -297,10 +323,20 @@ class _LoopThread:
 
     def stop(self) -> None:
         """Idempotent; returns when it has ended."""
-        if not self.stopping:
-            self.stopping = True
-            self.loop.call_soon_threadsafe(self.loop.stop)
+        with self._lock:
+            if not self.stopping:
+                self.stopping = True
+                self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+
+
+async def _end_all(tasks: set[asyncio.Task[Any]]) -> None:
+    """Let tasks end, for somebody may wait for them in another thread; cancel those that do not."""
+    for late in (False, True):
+        for task in tasks if late else ():
+            task.cancel()
+        if tasks:
+            _, tasks = await asyncio.wait(tasks, timeout=_STOP_S)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,8 +20,9 @@ from syncline.scheduler.plan import Plan
 from syncline.scheduler.programs import ReceiverId, SourceProgram, SourceTask
 from syncline.stages.barrier import GroupBarrier
 from syncline.stages.buffers import BufferPool
+from syncline.stages.closing import uninterrupted
 from syncline.stages.communicator import Communicator, Rendezvous
-from syncline.stages.completions import Signal, TaskScope, uninterrupted
+from syncline.stages.completions import Signal, TaskScope
 from syncline.stages.device import CudaDevice
 from syncline.stages.device_h2d import DeviceH2DStage
 from syncline.stages.h2d import H2DStage
@@ -188,7 +190,8 @@ class Wiring:
         if self._world_size > 1:
             self._rendezvous = rendezvous or self._rendezvous
             if self._rendezvous is None:
-                self._rendezvous = await asyncio.to_thread(Rendezvous.join, endpoint, timeout_s=timeout_s)
+                join = partial(Rendezvous.join, endpoint, timeout_s=timeout_s)
+                self._rendezvous = await call_in_thread(join, name="syncline-rendezvous")
             self._communicator = await Communicator.create(
                 self._rendezvous, name=name, rank=self._rank, size=self._world_size, bind_host=self.config.bind_host,
                 timeout_s=timeout_s,

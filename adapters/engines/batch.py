@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from syncline.engine.gate import Gate
+from syncline.stages.workers import call_in_thread
 
 from .answers import Generation, Signal
 from .requests import ForwardFailed
@@ -70,7 +71,7 @@ class Batch:
             return
         thread, self._thread = self._thread, None
         try:
-            await asyncio.to_thread(thread.shutdown)
+            await call_in_thread(thread.shutdown, name="syncline-generate-end")
         finally:
             thread.shutdown(wait=False)
         self.rows.clear()

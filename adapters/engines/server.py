@@ -34,6 +34,7 @@ from aiohttp.typedefs import Middleware
 from syncline.engine.address import Address
 from syncline.engine.errors import ClosedError, ConfigError
 from syncline.engine.messages import State
+from syncline.stages.workers import call_in_thread
 
 from .answers import Generation
 from .byte_tokenizer import TextStream, Tokenizer
@@ -135,7 +136,7 @@ class GenerationServer:
         if runner is not None:
             await runner.cleanup()
         if thread is not None:
-            await asyncio.to_thread(thread.shutdown)
+            await call_in_thread(thread.shutdown, name="syncline-text-end")
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from syncline.engine.errors import ConfigError
-from syncline.stages.completions import Signal, gloo_text, uninterrupted
+from syncline.stages.closing import uninterrupted
+from syncline.stages.completions import Signal, gloo_text
 from syncline.stages.errors import TransportError
 from syncline.stages.workers import call_in_thread
 

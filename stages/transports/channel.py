@@ -155,6 +155,20 @@ class Channel:
             self._on_closed(TransportError(f"the other end of the shared-memory link is gone{why}"))
 
 
+async def reached(path: str, who: str) -> socket.socket:
+    """A socket for a channel, connected to the doorway at ``path``. `TransportError` if ``who`` is not there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, path)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError):
+            raise TransportError(f"{who} cannot be reached at {path}: {error}") from error
+        raise
+    return sock
+
+
 # `socket.send_fds` and `recv_fds` take flags and do not pass them on (Python 3.11)
 
 

@@ -21,7 +21,7 @@ from ..launched import DONE, follow
 from ..watch import Watch
 from ..workers import Workers, call_in_thread
 from .base import AHEAD, LandingMode, PrivateLease, decode_offer, push_key
-from .channel import Channel, Kind, Message
+from .channel import Channel, Kind, Message, reached
 from .cuda_ipc import NO_EVENT, VERSION, CudaIpcOffer
 
 _ORDERLY_S = 1.0
@@ -367,13 +367,7 @@ class CudaIpcHalf:
             raise TransportError(
                 f"source rank {rank} offers landing mode {offer.mode}, this receiver was set up for {self._mode}"
             )
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setblocking(False)
-        try:
-            await asyncio.get_running_loop().sock_connect(sock, offer.path)
-        except OSError as error:
-            sock.close()
-            raise TransportError(f"source rank {rank} cannot be reached at {offer.path}: {error}") from error
+        sock = await reached(offer.path, f"source rank {rank}")
         owner = self._owners[rank] = _Owner(
             rank, offer, sock, self._runtime, is_over=self._over.__contains__, forget=self._gone
         )  # fmt: skip

@@ -17,7 +17,7 @@ from ..completions import Signal
 from ..errors import TransportError
 from ..workers import call_in_thread
 from .base import LandingMode, decode_offer, push_key
-from .channel import Channel, Kind, Message
+from .channel import Channel, Kind, Message, reached
 from .shared_memory import Mapping, end_lease
 from .shm import RING, ShmOffer
 
@@ -298,13 +298,7 @@ class ShmHalf:
             raise TransportError(
                 f"source rank {rank} offers landing mode {offer.mode}, this receiver was set up for {self._mode}"
             )
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setblocking(False)
-        try:
-            await asyncio.get_running_loop().sock_connect(sock, offer.path)
-        except OSError as error:
-            sock.close()
-            raise TransportError(f"source rank {rank} cannot be reached at {offer.path}: {error}") from error
+        sock = await reached(offer.path, f"source rank {rank}")
         owner = self._owners[rank] = _Owner(rank, offer, sock, self._over.__contains__)
         me = self._program.receiver
         owner.channel.send(Message(Kind.HELLO, push=offer.token, a=me.target, b=me.rank))

@@ -183,6 +183,8 @@ class TwoSidedHalf:
         self._free, self._held, self._released = [], {}, {}
         communicators = [*self._communicators.values(), *(relay.communicator for relay in self._relays.values())]
         self._communicators, self._relays = {}, {}
+        for communicator in communicators:
+            _ = communicator.abort()  # begun here: what waits for it may be cancelled before its first step
         await asyncio.gather(*(communicator.close(timeout_s) for communicator in communicators))
 
     def _abort(self) -> None:

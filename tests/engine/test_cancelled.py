@@ -8,6 +8,7 @@ import gc
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from syncline.adapters.engines import ModuleLoader
 from syncline.adapters.trainers import ModuleSource
-from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine, wiring
+from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine, coordinator, transfer, wiring
 from syncline.engine.errors import ClosedError, SynclineError
 from syncline.engine.session import Session
 
@@ -102,11 +103,180 @@ async def test_closed_while_it_begins(what, tmp_path):
     assert turns > 4
 
 
-def test_an_engine_that_is_closed_while_another_thread_connects(silent):
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("whose", ["engine", "receiver"])
+async def test_a_close_outlasts_whoever_cancels_all_tasks(whose, transport, tmp_path):
+    """As `asyncio.run` does at its end, and many who shut down: after so many turns of the loop, until it is over by then."""
+    turns, over = 0, False
+    while not over:
+        before = ours()
+        receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/{turns}")
+        await receiver.start()
+        engine = engine_of(receiver, transport)
+        await engine.connect()
+        closing = asyncio.create_task((engine if whose == "engine" else receiver).close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        over = closing.done()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await engine.close()  # neither raises what others were cancelled by
+        await receiver.close()
+        await nothing_is_left(before, f"the {whose}, all tasks cancelled after {turns} turns")
+        turns += 1 + turns // 8
+    assert turns > 4
+
+
+@pytest.mark.parametrize("what", ["connect", "start"])
+async def test_who_was_cancelled_before_it_begins_is_told_so(what, tmp_path):
+    """As by Ctrl-C while a trainer computes: nobody has closed anything."""
+    receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s")
+    if what == "connect":
+        await receiver.start()
+    engine = engine_of(receiver, "shm") if what == "connect" else None
+
+    async def caller():
+        asyncio.current_task().cancel()
+        await (engine.connect() if engine else receiver.start())
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(caller())
+    if engine:
+        await engine.close()
+    await receiver.close()
+
+
+@pytest.mark.parametrize("where", ["locate", "locate in a push", "close"])
+async def test_a_target_that_closes_its_engine(where, tmp_path, monkeypatch):
+    """It waits for whoever waits for it; that ends."""
+    monkeypatch.setattr(transfer, "_CALL_OFF_S", 0.2)
+    monkeypatch.setattr(coordinator, "_CLOSE_S", 0.2)
+    closes = []
+
+    class Closes(RemoteTarget):
+        async def locate(self, config):
+            if where in closes:
+                await engine.close()
+            return await super().locate(config)
+
+        async def close(self):
+            if where == "close":
+                await engine.close()
+
+    async with Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s") as receiver:
+        engine = TransferEngine(
+            source=ModuleSource(nn.Linear(8, 8), world_size=1), targets=[Closes(receiver.address)],
+            config=TransferConfig(trace=False),
+        )  # fmt: skip
+        if where == "locate":
+            closes.append(where)
+            with pytest.raises(ClosedError):
+                await engine.connect()
+        else:
+            await engine.connect()
+        if where == "locate in a push":
+            closes.append(where)
+            engine._session._coordinator.handles[0].unlinked("a test")
+            with pytest.raises((asyncio.CancelledError, SynclineError)):
+                await engine.push(1)
+        await engine.close()
+
+
+@pytest.fixture
+def stubborn(tmp_path):
+    """A target that cannot be closed the first time."""
+
+    class Stubborn(RemoteTarget):
+        refused = False
+
+        async def close(self):
+            if not Stubborn.refused:
+                Stubborn.refused = True
+                raise OSError("its folder stays")
+
+    return Stubborn
+
+
+async def test_what_cannot_be_closed_keeps_nothing_else_open(stubborn, tmp_path):
+    before = ours()
+    receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s")
+    await receiver.start()
     engine = TransferEngine(
-        source=ModuleSource(nn.Linear(8, 8), world_size=1), targets=[RemoteTarget(f"tcp://127.0.0.1:{silent}")],
-        config=TransferConfig(trace=False, connect_timeout_s=600),
+        source=ModuleSource(nn.Linear(8, 8), world_size=1), targets=[stubborn(receiver.address)],
+        config=TransferConfig(trace=False, transport="gloo"),
     )  # fmt: skip
+    await engine.connect()
+    with pytest.raises(OSError, match="folder"):
+        await engine.close()
+    await engine.close()
+    await receiver.close()
+    await nothing_is_left(before, "one of the targets could not be closed")
+
+
+def test_what_cannot_be_closed_keeps_no_thread(silent):
+    async def close():
+        raise OSError("its folder stays")
+
+    engine = blocking_engine(silent)
+    engine._session = SimpleNamespace(close=close)
+    with pytest.raises(OSError, match="folder"):
+        engine.close_blocking()
+    assert not [thread for thread in threading.enumerate() if thread.name == "syncline-loop"]
+
+
+def blocking_engine(port, **knobs):
+    return TransferEngine(
+        source=ModuleSource(nn.Linear(8, 8), world_size=1), targets=[RemoteTarget(f"tcp://127.0.0.1:{port}")],
+        config=TransferConfig(trace=False, **knobs),
+    )  # fmt: skip
+
+
+def test_threads_that_hang_hold_up_no_close(silent):
+    """Such as one that asks a store whose host is stopped."""
+    may_end, engine = threading.Event(), blocking_engine(silent, connect_timeout_s=0.2)
+    with pytest.raises(SynclineError):
+        engine.connect_blocking()
+    engine._thread.loop.call_soon_threadsafe(engine._thread.loop.run_in_executor, None, may_end.wait)
+    engine.close_blocking()
+    assert not may_end.is_set()
+    may_end.set()
+
+
+def test_closed_by_several_threads_at_once(silent):
+    for _ in range(50):
+        engine = blocking_engine(silent)
+        with ThreadPoolExecutor(3) as threads:
+            closing = [threads.submit(engine.close_blocking) for _ in range(3)]
+        assert [one.result() for one in closing] == [None] * 3
+
+
+async def test_a_receiver_that_is_closed_while_somebody_waits_for_its_leader(tmp_path):
+    receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/1", rank=1, world_size=2, leader=f"unix:{tmp_path}/0")
+    await receiver.start()
+    waiting = asyncio.create_task(receiver.joined())
+    await asyncio.sleep(0)
+    await receiver.close()
+    with pytest.raises(ClosedError):
+        await waiting
+
+
+async def test_a_receiver_is_closed_on_its_own_loop(tmp_path):
+    before = ours()
+    receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s")
+    await receiver.start()
+
+    def elsewhere():
+        with pytest.raises(SynclineError, match="another event loop"):
+            asyncio.run(receiver.close())
+
+    await asyncio.to_thread(elsewhere)
+    await receiver.close()
+    await nothing_is_left(before, "a close on another loop was refused")
+
+
+def test_an_engine_that_is_closed_while_another_thread_connects(silent):
+    engine = blocking_engine(silent, connect_timeout_s=600)
     said = []
 
     def connect():

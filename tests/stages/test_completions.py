@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from syncline.stages.completions import Signal, TaskScope, uninterrupted
+from syncline.stages.completions import Signal, TaskScope
 from syncline.stages.errors import TransportError
 from syncline.stages.workers import Workers, call_in_thread
 
@@ -51,35 +51,6 @@ async def test_a_waiter_that_is_cancelled_does_not_cancel_the_work():
     await asyncio.gather(waiter, return_exceptions=True)
     signal.set(1)
     assert await signal == 1
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_what_is_uninterrupted_ends_before_its_caller_does(fails):
-    """However often the caller is cancelled; the cancellation is told, and not how the work ended."""
-    may_end, said = asyncio.Event(), []
-
-    async def work():
-        await may_end.wait()
-        said.append("ended")
-        if fails:
-            raise ValueError("nobody asks")
-        return 7
-
-    calling = asyncio.create_task(uninterrupted(work()))
-    for _ in range(3):
-        await asyncio.sleep(0)
-        calling.cancel()
-    await asyncio.sleep(0)
-    assert not calling.done() and not said
-    may_end.set()
-    with pytest.raises(asyncio.CancelledError):
-        await calling
-    assert said == ["ended"]
-    if not fails:
-        assert await uninterrupted(work()) == 7
-    else:
-        with pytest.raises(ValueError, match="nobody asks"):
-            await uninterrupted(work())
 
 
 async def test_ending_from_other_threads():

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from syncline.engine.config import TransferConfig
 from syncline.engine.errors import ProtocolError, TargetUnreachable
 from syncline.engine.targets import LeaderAddress
-from syncline.stages.completions import uninterrupted
+from syncline.stages.closing import uninterrupted
 
 from ..urls import problem_of, without_userinfo
 from .front import Front, is_loopback
