@@ -265,7 +265,12 @@ class Session:
         old, self._wiring = self._wiring, None
         if old is not None:
             await uninterrupted(old.close())
-        self._wiring = await Wiring.make(self.source, plan, sources, targets, self.config, ranges=self._ranges)
+
+        async def make() -> None:
+            self._wiring = await Wiring.make(self.source, plan, sources, targets, self.config, ranges=self._ranges)
+
+        async with asyncio.timeout(self._remaining()):  # what resolves asks a device, which may be held up
+            await self._unless_aborted(make())
         if coordinator is not None:
             coordinator.group_broken = True
 

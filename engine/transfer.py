@@ -242,7 +242,7 @@ class TransferEngine:
     def close_blocking(self) -> None:
         """`close`, from synchronous code; ends the engine's thread."""
         try:
-            self._blocking(self.close())
+            self._blocking(self.close(), ordered=False)
         except ClosedError:
             if self._thread is None or not self._thread.stopping:
                 raise
@@ -255,7 +255,8 @@ class TransferEngine:
         if self._thread is not None:
             self._thread.stop()
 
-    def _blocking(self, work: Coroutine[Any, Any, T]) -> T:
+    def _blocking(self, work: Coroutine[Any, Any, T], *, ordered: bool = True) -> T:
+        """``ordered``: see `after_caller`. Closing needs no order, and a device that is lost gives none."""
         try:
             if self._home is not None and (self._thread is None or self._home is not self._thread.loop):
                 raise ClosedError("this engine lives on the event loop on which connect() was awaited; await its methods there")
@@ -263,10 +264,15 @@ class TransferEngine:
                 if self._thread is None:
                     self._thread = _LoopThread()
                 thread = self._thread
+            behind = after_caller(work) if ordered else work
         except BaseException:
             work.close()
             raise
-        return thread.run(after_caller(work))
+        try:
+            return thread.run(behind)
+        except ClosedError:
+            work.close()  # it has not begun, or is over
+            raise
 
     def _claim_loop(self) -> None:
         if self._closing.begun:

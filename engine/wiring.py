@@ -146,7 +146,8 @@ class Wiring:
             program = plan.source_program(source.rank)
             if there:
                 device = CudaDevice(home)
-                rig = DeviceRig.resolve(program, device, held=held, kinds=kinds, config=config)
+                with device.on(device.stream()):  # not on the default one, on which whatever the trainer waits for is ahead
+                    rig = DeviceRig.resolve(program, device, held=held, kinds=kinds, config=config)
                 needs = rig.tmp_nbytes
                 return Resolved(
                     program=program, kinds=kinds, receivers=receivers, recipes={}, rig=rig, device=device.device,
@@ -167,7 +168,8 @@ class Wiring:
             return cls(plan, config, await resolving, workers, ranges)
         except BaseException:
             workers.close(0.0)
-            await uninterrupted(_unmade(resolving))
+            unmaking = asyncio.create_task(_unmade(resolving))
+            await uninterrupted(asyncio.wait({unmaking}, timeout=_SETTLE_S))
             raise
 
     def _make_stages(self, resolved: Resolved, lent: Collection[int]) -> tuple[H2DStage | DeviceH2DStage, PrepareStage]:
@@ -386,7 +388,7 @@ class Wiring:
 
 
 async def _unmade(resolving: Signal[Resolved]) -> None:
-    """A thread cannot be called off, and what it page-locks must not stay so."""
+    """A thread cannot be called off, and what it page-locks must not stay so, however late it comes."""
     with contextlib.suppress(Exception):
         if (rig := (await resolving).rig) is not None:
             await rig.close()

@@ -236,9 +236,10 @@ class CudaIpc:
         self._stream = own_stream(self.device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.device(self.device), enough_memory(nbytes, self.device):
+        # on a stream of our own: on the default one whatever a trainer or an engine waits for may be ahead
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), enough_memory(nbytes, self.device):
             memory = torch.zeros(nbytes + _ALIGN, dtype=torch.uint8, device=self.device)
-            torch.cuda.current_stream().synchronize()  # off the loop; once
+            self._stream.synchronize()  # off the loop; once
         start = -memory.data_ptr() % _ALIGN
         return memory[start : start + nbytes]
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+import mmap
+import threading
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -65,18 +68,63 @@ class Device(Protocol):
         ...
 
     def is_pinned(self, memory: torch.Tensor) -> bool:
-        """Whether host memory is page-locked already."""
+        """Whether somebody else has page-locked host memory: torch, or whoever gave it to the trainer."""
         ...
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
-        """Page-lock host memory where it is; ``read_only``: memory that cannot be written. `TransportError` if that cannot be
-        done.
+        """Page-lock host memory where it is; ``read_only``: memory that cannot be written. It stays so until it was let go of
+        as often. `TransportError` if that cannot be done.
         """
         ...
 
     def unregister(self, address: int) -> None:
         """Undo `register`. `TransportError` if it was not registered, or is gone."""
         ...
+
+
+class Registrations:
+    """Host memory that this process has page-locked, counted: several engines may send the same weights, or one that plans anew
+    and its plan before. Whoever lets go first takes nothing from the others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[int, tuple[int, int]] = {}
+        self._starts: list[int] = []
+
+    def holds(self, address: int) -> bool:
+        """Whether the page of ``address`` is locked from here: CUDA says that it is, for as long as that lasts."""
+        with self._lock:
+            before = bisect_right(self._starts, address // mmap.PAGESIZE * mmap.PAGESIZE + mmap.PAGESIZE - 1)
+            start = self._starts[before - 1] if before else 0
+            return before > 0 and address // mmap.PAGESIZE <= (start + self._held[start][0] - 1) // mmap.PAGESIZE
+
+    def add(self, address: int, nbytes: int, register: Callable[[], None]) -> None:
+        """Once more; the first calls ``register``. `TransportError`: as that says, or fewer bytes are locked there already."""
+        with self._lock:
+            locked, count = self._held.get(address, (nbytes, 0))
+            if locked < nbytes:
+                raise TransportError(f"{locked} of {nbytes} bytes at {address:#x} are page-locked already")
+            if not count:
+                register()
+                insort(self._starts, address)
+            self._held[address] = (locked, count + 1)
+
+    def remove(self, address: int, unregister: Callable[[], None]) -> None:
+        """Once less; the last calls ``unregister``. `TransportError`: as that says, or it is not locked."""
+        with self._lock:
+            if address not in self._held:
+                raise TransportError(f"memory at {address:#x} is not page-locked")
+            nbytes, count = self._held[address]
+            if count > 1:
+                self._held[address] = (nbytes, count - 1)
+                return
+            del self._held[address]
+            self._starts.remove(address)
+            unregister()
+
+
+_registrations = Registrations()
 
 
 class CudaDevice:
@@ -120,14 +168,18 @@ class CudaDevice:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def is_pinned(self, memory: torch.Tensor) -> bool:
-        return memory.is_pinned()
+        return memory.is_pinned() and not _registrations.holds(memory.data_ptr())
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
         if read_only and not self._reads_read_only:
             raise TransportError(f"{self.device} cannot page-lock memory that is read-only")
-        with torch.cuda.device(self.device):
-            code = self._runtime.cudaHostRegister(address, nbytes, _REGISTER_READ_ONLY if read_only else 0)
-            self._check(code, f"page-lock {nbytes} bytes of host memory")
+
+        def lock() -> None:
+            with torch.cuda.device(self.device):
+                code = self._runtime.cudaHostRegister(address, nbytes, _REGISTER_READ_ONLY if read_only else 0)
+                self._check(code, f"page-lock {nbytes} bytes of host memory")
+
+        _registrations.add(address, nbytes, lock)
 
     @functools.cached_property
     def _reads_read_only(self) -> bool:
@@ -139,8 +191,11 @@ class CudaDevice:
         return bool(value.value)
 
     def unregister(self, address: int) -> None:
-        with torch.cuda.device(self.device):
-            self._check(self._runtime.cudaHostUnregister(address), "let go of page-locked host memory")
+        def unlock() -> None:
+            with torch.cuda.device(self.device):
+                self._check(self._runtime.cudaHostUnregister(address), "let go of page-locked host memory")
+
+        _registrations.remove(address, unlock)
 
     def _check(self, code: Any, what: str) -> None:
         if int(code):

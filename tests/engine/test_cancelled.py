@@ -225,6 +225,22 @@ def test_what_cannot_be_closed_keeps_no_thread(silent):
     assert not [thread for thread in threading.enumerate() if thread.name == "syncline-loop"]
 
 
+def test_an_engine_is_closed_after_its_device_was_lost(silent, monkeypatch):
+    """Then nothing can be asked of CUDA any more, not even what comes before what."""
+
+    def lost(_work):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = blocking_engine(silent, connect_timeout_s=0.2)
+    with pytest.raises(SynclineError):
+        engine.connect_blocking()
+    monkeypatch.setattr(transfer, "after_caller", lost)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        engine.push_blocking(1)
+    engine.close_blocking()
+    assert not [thread for thread in threading.enumerate() if thread.name == "syncline-loop"]
+
+
 def blocking_engine(port, **knobs):
     return TransferEngine(
         source=ModuleSource(nn.Linear(8, 8), world_size=1), targets=[RemoteTarget(f"tcp://127.0.0.1:{port}")],

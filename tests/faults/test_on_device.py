@@ -19,7 +19,7 @@ import torch
 
 from syncline.adapters.engines import ModuleLoader
 from syncline.engine import device_wiring, linking, transports, wiring
-from syncline.engine.errors import PlanError, PushError, PushTimeout
+from syncline.engine.errors import ClosedError, PlanError, PushError, PushTimeout
 from syncline.stages.ipc import Exports
 from syncline.stages.task_memory import Layout
 from syncline.stages.transports.cuda_ipc import ring_capacity
@@ -285,6 +285,38 @@ async def test_a_connect_that_fails_leaves_nothing_page_locked(start_target, eng
     assert asked
     assert all(asked), "it had been page-locked by then"
     assert [device.registered for device in devices] == [{}]
+
+
+@pytest.mark.parametrize("ends", ["at its deadline", "called off", "closed"])
+async def test_a_device_that_hangs_while_a_plan_is_resolved(start_target, engines, kit, devices, monkeypatch, *, ends):
+    """What was launched before on the trainer's stream may wait for a peer that is gone. What comes of it is let go of, later."""
+    whole = {"large": torch.zeros(1024, 1024)}
+    target = await start_target(OnDevice(kit.Bag(kit.poisoned(whole))))
+    limit = {"connect_timeout_s": 1.0} if ends == "at its deadline" else {}
+    pusher = engines(place(kit.row_shards(whole, 1), host=("large",)), [target], **limit)
+    hangs, go_on, empty = asyncio.Event(), threading.Event(), load("slow_device").SlowDevice.empty
+    loop = asyncio.get_running_loop()
+
+    def late(self, nbytes):
+        loop.call_soon_threadsafe(hangs.set)
+        assert go_on.wait(60)
+        return empty(self, nbytes)
+
+    monkeypatch.setattr(wiring, "_SETTLE_S", 0.1)
+    monkeypatch.setattr(load("slow_device").SlowDevice, "empty", late)
+    connecting = asyncio.create_task(pusher.engines[0].connect())
+    await hangs.wait()
+    if ends == "called off":
+        connecting.cancel()
+    elif ends == "closed":
+        await pusher.engines[0].close()
+    (failure,) = await asyncio.gather(connecting, return_exceptions=True)
+    assert isinstance(failure, {"at its deadline": PushTimeout, "closed": ClosedError}.get(ends, asyncio.CancelledError)), (
+        failure
+    )
+    assert [len(device.registered) for device in devices] == [1], "the thread still hangs"
+    go_on.set()
+    await kit.until(lambda: [device.registered for device in devices] == [{}])
 
 
 def test_work_for_the_engines_thread_has_the_callers_device(monkeypatch):

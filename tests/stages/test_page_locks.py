@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import math
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from syncline.stages import device
+from syncline.stages.device import CudaDevice, Registrations
 from syncline.stages.errors import TransportError
 from syncline.stages.mappings import Locking, Mappings
 from syncline.stages.page_locks import WORTH_NBYTES, PageLocks
@@ -184,3 +188,92 @@ def test_memory_that_a_device_cannot_read_lock_goes_through_the_pool(tmp_path):
     memory = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
     assert not locks.lock(memory)
     assert locks.refused == {address: "cannot page-lock memory that is read-only"}
+
+
+class Card(CudaDevice):
+    """A GPU that says what it says of page-locked memory, over what stands for the runtime's calls."""
+
+    def __init__(self, locked, monkeypatch):
+        self.device, self.locked = torch.device("cpu"), locked
+        self._runtime = SimpleNamespace(
+            cudaHostRegister=self._register, cudaHostUnregister=lambda address: 0 if locked.pop(address, None) else 713,
+            cudaGetErrorString=lambda _code: "as the test says",
+        )  # fmt: skip
+        self._library = None
+        monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: self._holds(tensor.data_ptr()))
+
+    def _register(self, address, nbytes, _flags):
+        if any(address < a + n and a < address + nbytes for a, n in self.locked.items()):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self.locked[address] = nbytes
+        return 0
+
+    def _holds(self, address):
+        return any(a <= address < a + n for a, n in self.locked.items())
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Makes cards of one process: each engine has its own, and all know of the same locks."""
+    monkeypatch.setattr(device, "_registrations", Registrations())
+    locked = {}
+    return lambda: Card(locked, monkeypatch)
+
+
+def test_a_lock_is_there_until_the_last_who_asked_for_it_has_let_go(card):
+    """Two engines that send the same weights; or a plan that is made anew before the one before has let go."""
+    memory = torch.zeros(2 * WORTH_NBYTES, dtype=torch.uint8)
+    first, second = card(), card()
+    old, new = PageLocks(first), PageLocks(second)
+    assert old.lock(memory) and new.lock(memory)
+    assert new.locked_nbytes == memory.numel()
+    assert old.close() == []
+    assert list(first.locked) == [memory.data_ptr()], "the other one still reads it"
+    assert new.close() == []
+    assert first.locked == {}
+
+
+def test_what_somebody_else_has_locked_is_left_to_him(card):
+    memory = torch.zeros(2 * WORTH_NBYTES, dtype=torch.uint8)
+    one = card()
+    one.locked[memory.data_ptr()] = memory.numel()
+    locks = PageLocks(one)
+    assert locks.lock(memory)
+    assert locks.locked_nbytes == 0
+    locks.close()
+    assert one.locked
+
+
+def test_memory_that_another_engine_has_locked_in_part_goes_through_the_pool(card):
+    memory = torch.zeros(4 * WORTH_NBYTES, dtype=torch.uint8)
+    part = torch.frombuffer(memory.numpy().data[: 2 * WORTH_NBYTES], dtype=torch.uint8)
+    one, other = PageLocks(card()), PageLocks(card())
+    assert one.lock(part)
+    assert not other.lock(memory)
+    assert "page-locked already" in other.refused[memory.data_ptr()]
+    inside = torch.frombuffer(memory.numpy().data[WORTH_NBYTES:], dtype=torch.uint8)
+    assert not other.lock(inside), "CUDA says of its first byte that it is page-locked: by the other engine"
+    assert other.close() == [] and one.close() == []
+
+
+def test_registrations_count():
+    held, calls = Registrations(), []
+    page = mmap.PAGESIZE
+
+    def refused():
+        raise TransportError("no")
+
+    with pytest.raises(TransportError, match="no"):
+        held.add(10 * page, page, refused)
+    assert not held.holds(10 * page)
+    for _ in range(2):
+        held.add(10 * page, page + 1, lambda: calls.append("lock"))
+    held.add(2 * page + 5, 10, lambda: calls.append("lock"))
+    assert [number for number in range(14) if held.holds(number * page + 7)] == [2, 10, 11]
+    for _ in range(2):
+        held.remove(10 * page, lambda: calls.append("unlock"))
+    assert calls == ["lock", "lock", "unlock"]
+    assert not held.holds(10 * page)
+    with pytest.raises(TransportError, match="not page-locked"):
+        held.remove(10 * page, refused)
