@@ -289,7 +289,7 @@ async def test_a_connect_that_fails_leaves_nothing_page_locked(start_target, eng
 
 @pytest.mark.parametrize("ends", ["at its deadline", "called off", "closed"])
 async def test_a_device_that_hangs_while_a_plan_is_resolved(start_target, engines, kit, devices, monkeypatch, *, ends):
-    """What was launched before on the trainer's stream may wait for a peer that is gone. What comes of it is let go of, later."""
+    """What was launched before it may wait for a peer that is gone. What comes of it is let go of, later."""
     whole = {"large": torch.zeros(1024, 1024)}
     target = await start_target(OnDevice(kit.Bag(kit.poisoned(whole))))
     limit = {"connect_timeout_s": 1.0} if ends == "at its deadline" else {}
