@@ -374,7 +374,8 @@ async def test_what_a_thread_resolves_for_a_source_that_has_gone_is_let_go_of(ti
 
     monkeypatch.setattr(wiring, "on_device", lambda _: True)
     monkeypatch.setattr(wiring, "home_of", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(wiring, "CudaDevice", lambda home: SimpleNamespace(device=home))
+    device = SimpleNamespace(device=None, stream=lambda: None, on=lambda _stream: contextlib.nullcontext())
+    monkeypatch.setattr(wiring, "CudaDevice", lambda _home: device)
     monkeypatch.setattr(wiring, "transport_kinds", lambda *_: {})
     monkeypatch.setattr(wiring, "in_place", lambda _: [])
     monkeypatch.setattr(wiring, "DeviceRig", SimpleNamespace(resolve=resolve))
