@@ -443,6 +443,7 @@ class Coordinator:
         closing = [asyncio.create_task(handle.close()) for handle in self.handles]
         _, late = await asyncio.wait(closing, timeout=_CLOSE_S)
         for task in late:
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody is told any more
             task.cancel()
         errors = [task.exception() for task in closing if task.done() and not task.cancelled()]
         for error in filter(None, errors):

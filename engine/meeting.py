@@ -17,7 +17,6 @@ import msgspec
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from syncline.stages.completions import Signal
 from syncline.stages.workers import call_in_thread
 
 from .coordination import Coordination, Hub, Solo, Spoke
@@ -48,7 +47,7 @@ async def meet(group: dist.ProcessGroup | None, rank: int, world_size: int, host
     hub = Hub(world_size)
     try:
         card = Card(address=await hub.start(host), token=hub.token)
-        await _ask(partial(store.set, _KEY, msgspec.json.encode(card).decode()))
+        await _asked(partial(store.set, _KEY, msgspec.json.encode(card).decode()), timeout_s)
         await hub.joined(timeout_s)
     except BaseException:
         await hub.close()
@@ -61,7 +60,7 @@ async def _find_rank_0(store: c10d.Store, rank: int, world_size: int, timeout_s:
     until = time.monotonic() + timeout_s
     followed, reason = b"", "rank 0 did not come to connect"
     while (left := until - time.monotonic()) > 0:
-        payload = await _ask(partial(_read, store))
+        payload = await _asked(partial(_read, store), left)
         if payload != followed:
             card = msgspec.json.decode(payload, type=Card)
             spoke = Spoke(rank, world_size)
@@ -75,9 +74,13 @@ async def _find_rank_0(store: c10d.Store, rank: int, world_size: int, timeout_s:
     raise SourceRankLost(f"source rank {rank} did not meet rank 0 within {timeout_s:g} s: {reason}")
 
 
-def _ask(call: Callable[[], T]) -> Signal[T]:
-    """Ask a store, which may hang with whoever keeps it: nothing that ends waits for that."""
-    return call_in_thread(call, name="syncline-meet")
+async def _asked(call: Callable[[], T], timeout_s: float) -> T:
+    """Ask a store, which may hang with whoever keeps it: nothing waits for that beyond ``timeout_s`` seconds."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call_in_thread(call, name="syncline-meet")
+    except TimeoutError:
+        raise SourceRankLost(f"the store of the trainer's group gave no answer within {timeout_s:.3g} s") from None
 
 
 def _read(store: c10d.Store) -> bytes:

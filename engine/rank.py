@@ -15,9 +15,11 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from syncline.scheduler.layout import Manifest
+from syncline.stages.closing import in_turn
 from syncline.stages.completions import TaskScope
 from syncline.stages.device_marks import DeviceMarks
 from syncline.stages.transports.base import Lease
@@ -544,10 +546,12 @@ class Rank:
         link, self._link = self._link, None
         if link is not None:
             self._retired.append(link.path)
-        for path in self._retired:  # what had begun to close one may have been cut off
-            await close_path(path)
         self._leases = []  # not released: live parameters may lie there for as long as the process serves them
-        await call_in_thread(self._stop_threads, name="syncline-stop")
+        await in_turn(
+            # those of before, too: what had begun to close one may have been cut off
+            *(partial(close_path, path) for path in self._retired),
+            lambda: call_in_thread(self._stop_threads, name="syncline-stop"),
+        )
 
     def _stop_threads(self) -> None:
         if not (self._loader.close(_STOP_S) and self._workers.close(_STOP_S)):

@@ -201,10 +201,12 @@ class Receiver:
         joined = asyncio.create_task(self._member.joined.wait())
         try:
             await asyncio.wait({joined, self._joining}, return_when=asyncio.FIRST_COMPLETED)
+            if not joined.done():
+                if not self._joining.cancelled():
+                    self._joining.result()
+                raise ClosedError(_CLOSED)
         finally:
             joined.cancel()
-        if not self._member.joined.is_set():
-            raise ClosedError(_CLOSED)
 
     @property
     def address(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from syncline.stages.closing import Closing, called_off, in_turn, uninterrupted
+from syncline.stages.errors import without_frames
 from syncline.stages.workers import call_in_thread
 
 from .config import TransferConfig
@@ -85,11 +87,13 @@ class TransferEngine:
         self._ranges = ranges
         self._check_targets()
         self._session: Session | None = None
+        self._begun: Session | None = None
         self._home: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[PushReport] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._closing = Closing(self._close, "syncline-close")
         self._thread: _LoopThread | None = None
+        self._failed_to_close: Exception | None = None
         self._lock = threading.Lock()
 
     def _check_targets(self) -> None:
@@ -127,11 +131,12 @@ class TransferEngine:
             self._connecting = None
 
     async def _connect(self) -> None:
-        session = Session(self.source, self.targets, self.config, self._ranges)
+        self._begun = session = Session(self.source, self.targets, self.config, self._ranges)
         try:
             await session.connect()
         except BaseException:
             await uninterrupted(session.close())
+            self._begun = None
             raise
         self._session = session
 
@@ -222,8 +227,8 @@ class TransferEngine:
         )
 
     async def _end_session(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._begun is not None:  # connected or not: what closes one that is not may have been cut off
+            await self._begun.close()
 
     async def _end_observers(self) -> None:
         if self._observers:
@@ -240,20 +245,19 @@ class TransferEngine:
         return self._blocking(self.push(version, flush_cache=flush_cache))
 
     def close_blocking(self) -> None:
-        """`close`, from synchronous code; ends the engine's thread."""
+        """`close`, from synchronous code; ends the engine's thread. If something could not be closed every call says so."""
         try:
-            self._blocking(self.close(), ordered=False)
+            if self._failed_to_close is None:
+                self._blocking(self.close(), ordered=False)
         except ClosedError:
             if self._thread is None or not self._thread.stopping:
                 raise
-        except Exception:  # whatever could not be closed; not where only the waiting was interrupted
-            self._end_thread()
-            raise
-        self._end_thread()
-
-    def _end_thread(self) -> None:
+        except Exception as error:  # noqa: BLE001 - raised when the thread has ended; not where only the waiting was interrupted
+            self._failed_to_close = without_frames(error)
         if self._thread is not None:
             self._thread.stop()
+        if self._failed_to_close is not None:
+            raise self._failed_to_close
 
     def _blocking(self, work: Coroutine[Any, Any, T], *, ordered: bool = True) -> T:
         """``ordered``: see `after_caller`. Closing needs no order, and a device that is lost gives none."""
@@ -301,6 +305,7 @@ class _LoopThread:
         self.loop = _new_loop()
         self.stopping = False
         self._lock = threading.Lock()
+        self._waiting: set[concurrent.futures.Future[Any]] = set()
         self._executor = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="syncline-loop")
         self.loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._run, name="syncline-loop", daemon=True)
@@ -314,6 +319,9 @@ class _LoopThread:
         ending.start()
         ending.join(_STOP_S)  # one of its threads may hang in a call of somebody else's
         self.loop.close()
+        for future in list(self._waiting):  # of what did not end however it was asked to
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(ClosedError(_CLOSED))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         with self._lock:
@@ -321,11 +329,14 @@ class _LoopThread:
                 work.close()
                 raise ClosedError(_CLOSED)
             future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
+            self._waiting.add(future)
         try:
             return future.result()
         except BaseException:
             future.cancel()  # an interrupt of the waiting thread aborts the push, too
             raise
+        finally:
+            self._waiting.discard(future)
 
     def stop(self) -> None:
         """Idempotent; returns when it has ended."""

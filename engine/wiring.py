@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ from syncline.stages.send import SendStage
 from syncline.stages.task_memory import TaskMemory, private_capacity
 from syncline.stages.transports.cuda_ipc import Lent
 from syncline.stages.transports.nccl import GATHER, plan_order
-from syncline.stages.workers import Workers, call_in_thread
+from syncline.stages.workers import Errand, Workers, call_in_thread
 
 from .config import TransferConfig
 from .device_wiring import DeviceRig, Held, home_of
@@ -163,13 +164,12 @@ class Wiring:
             )  # fmt: skip
 
         workers = Workers(config.workers)
-        resolving = call_in_thread(resolve, name="syncline-resolve")
+        resolving = Errand(resolve, _unmake, name="syncline-resolve")
         try:
-            return cls(plan, config, await resolving, workers, ranges)
+            return cls(plan, config, await resolving.result, workers, ranges)
         except BaseException:
             workers.close(0.0)
-            unmaking = asyncio.create_task(_unmade(resolving))
-            await uninterrupted(asyncio.wait({unmaking}, timeout=_SETTLE_S))
+            await uninterrupted(_ended(resolving.give_up(), _SETTLE_S))
             raise
 
     def _make_stages(self, resolved: Resolved, lent: Collection[int]) -> tuple[H2DStage | DeviceH2DStage, PrepareStage]:
@@ -387,11 +387,17 @@ class Wiring:
             await call_in_thread(self._workers.close, name="syncline-stop")
 
 
-async def _unmade(resolving: Signal[Resolved]) -> None:
-    """A thread cannot be called off, and what it page-locks must not stay so, however late it comes."""
+def _unmake(resolved: Resolved) -> None:
+    """What was page-locked for a source that has gone must not stay so."""
+    if resolved.rig is not None:
+        resolved.rig.locks.close()
+
+
+async def _ended(signal: Signal[Any], timeout_s: float) -> None:
+    """Wait for the end of what may hang, at most so long."""
     with contextlib.suppress(Exception):
-        if (rig := (await resolving).rig) is not None:
-            await rig.close()
+        async with asyncio.timeout(timeout_s):
+            await signal
 
 
 def _stages(task: SourceTask, *, sent: bool) -> tuple[StageName, ...]:

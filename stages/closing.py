@@ -17,22 +17,23 @@ async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
     For what lets go of things, which must neither stop halfway nor take long.
     """
     task = asyncio.create_task(work)
-    await _ended(task)
+    cancelled = await _ended(task)
+    if cancelled:
+        raise asyncio.CancelledError
     return task.result()
 
 
-async def _ended(task: asyncio.Task[Any]) -> None:
-    """Wait for the end of ``task``. A cancellation of the caller meanwhile is raised then, and not how the task ended."""
+async def _ended(task: asyncio.Task[Any]) -> bool:
+    """Wait for the end of ``task``, however often the caller is cancelled meanwhile; whether that was so."""
     cancelled = False
     while not task.done():
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             cancelled = True
-    if cancelled:
-        if not task.cancelled():
-            task.exception()  # nobody else asks for it
-        raise asyncio.CancelledError
+    if cancelled and not task.cancelled():
+        task.exception()  # nobody else asks for it: the cancellation is what is told
+    return cancelled
 
 
 async def called_off(task: asyncio.Task[Any] | None, timeout_s: float) -> None:
@@ -43,11 +44,18 @@ async def called_off(task: asyncio.Task[Any] | None, timeout_s: float) -> None:
 
 
 async def in_turn(*steps: Callable[[], Awaitable[object]]) -> None:
-    """One step after the other, each whatever the ones before it have raised; the first error is raised when all are done."""
-    first: Exception | None = None
+    """One step after the other, each whatever the ones before it have raised; the first error is raised when all are done.
+
+    A cancellation of the caller ends it at once, one that comes out of a step by itself is that step's error.
+    """
+    first: BaseException | None = None
     for step in steps:
         try:
             await step()
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            first = first or SynclineError(f"something that was to be closed had been cancelled: {error!r}")
         except Exception as error:  # noqa: BLE001 - raised below
             first = first or error
     if first is not None:
@@ -98,14 +106,20 @@ class Closing:
             return
         self.here()
         self.begun = True
-        while not self._is_over:
-            if self._task is None or self._task.done():
-                self._task = asyncio.create_task(self._to_its_end(), name=self._name)
-            if self._task is asyncio.current_task():
-                raise SynclineError("what is being closed waits for its own end")
-            await _ended(self._task)
-            if not self._task.cancelled():  # before it came to its first step
-                self._task.result()
+        if self._task is None or self._task.done():
+            self._task = self._start()
+        if self._task is asyncio.current_task():
+            raise SynclineError("what is being closed waits for its own end")
+        cancelled = await _ended(self._task)
+        while self._task.cancelled():  # before its first step: nothing else ends it so
+            self._task = self._start()
+            cancelled = await _ended(self._task) or cancelled
+        if cancelled:
+            raise asyncio.CancelledError
+        self._task.result()
+
+    def _start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._to_its_end(), name=self._name)
 
     @property
     def _is_over(self) -> bool:

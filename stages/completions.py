@@ -14,11 +14,10 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from syncline.scheduler.completion import Completion
-from syncline.scheduler.errors import SynclineError
 
 from .errors import TransportError
 
-__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "all_of", "to_its_end", "uninterrupted", "unless_called_off"]
+__all__ = ["Completion", "Signal", "TaskScope", "WorkCompletion", "all_of"]
 
 T = TypeVar("T")
 
@@ -124,45 +123,6 @@ def all_of(signals: Sequence[Signal[Any]]) -> Signal[None]:
     if not signals:
         whole.set()
     return whole
-
-
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Carry ``work`` out to its end, also where the caller is cancelled meanwhile: that is raised when the work has ended.
-
-    For what lets go of things, which must neither stop halfway nor take long.
-    """
-    return await to_its_end(asyncio.create_task(work))
-
-
-async def to_its_end(task: asyncio.Task[T]) -> T:
-    """`uninterrupted`, for a task that several may await.
-
-    Raises:
-        SynclineError: it runs on another event loop.
-    """
-    if not task.done() and task.get_loop() is not asyncio.get_running_loop():
-        raise SynclineError("it is being closed on another event loop; await that from there")
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):  # one that says so already is raised below
-                await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # the cancellation is what is told
-        raise
-
-
-async def unless_called_off(task: asyncio.Task[T], error: SynclineError) -> T:
-    """Await a task that others may cancel: where they did, and nobody has cancelled the caller, ``error`` is raised."""
-    caller = asyncio.current_task()
-    before = caller.cancelling() if caller is not None else 0
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if caller is not None and caller.cancelling() > before:
-            raise
-        raise error from None
 
 
 def gloo_text(error: BaseException) -> str:

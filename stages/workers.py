@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 from syncline.scheduler.errors import SynclineError
 
 from .completions import Signal
+from .errors import TransportError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,3 +109,41 @@ def call_in_thread(function: Callable[[], T], *, name: str) -> Signal[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return signal
+
+
+class Errand(Generic[T]):
+    """`call_in_thread` for what has to be undone if whoever wanted it goes away: on a thread, however late, and also when the
+    loop has ended by then.
+
+    Args:
+        function: the blocking call.
+        undo: lets go of its result.
+        name: of the threads.
+
+    Attributes:
+        result: the call's.
+    """
+
+    def __init__(self, function: Callable[[], T], undo: Callable[[T], object], *, name: str) -> None:
+        self._function, self._undo, self._name = function, undo, name
+        self._lock = threading.Lock()
+        self._there: list[T] = []
+        self._unwanted = False
+        self.result: Signal[T] = call_in_thread(self._run, name=name)
+
+    def give_up(self) -> Signal[Any]:
+        """Nobody wants the result any more. Ends when it has been undone, or will never come."""
+        with self._lock:
+            self._unwanted = True
+        if not self._there:
+            return self.result
+        return call_in_thread(lambda: self._undo(self._there.pop()), name=self._name)
+
+    def _run(self) -> T:
+        result = self._function()
+        with self._lock:
+            if not self._unwanted:
+                self._there.append(result)
+                return result
+        self._undo(result)
+        raise TransportError("given up before it was done")

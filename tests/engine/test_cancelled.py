@@ -19,7 +19,8 @@ from torch import nn
 from syncline.adapters.engines import ModuleLoader
 from syncline.adapters.trainers import ModuleSource
 from syncline.engine import Receiver, RemoteTarget, TransferConfig, TransferEngine, coordinator, transfer, wiring
-from syncline.engine.errors import ClosedError, SynclineError
+from syncline.engine.errors import ClosedError, SourceRankLost, SynclineError
+from syncline.engine.meeting import meet
 from syncline.engine.session import Session
 
 
@@ -219,7 +220,7 @@ def test_what_cannot_be_closed_keeps_no_thread(silent):
         raise OSError("its folder stays")
 
     engine = blocking_engine(silent)
-    engine._session = SimpleNamespace(close=close)
+    engine._begun = SimpleNamespace(close=close)
     with pytest.raises(OSError, match="folder"):
         engine.close_blocking()
     assert not [thread for thread in threading.enumerate() if thread.name == "syncline-loop"]
@@ -239,6 +240,100 @@ def test_an_engine_is_closed_after_its_device_was_lost(silent, monkeypatch):
         engine.push_blocking(1)
     engine.close_blocking()
     assert not [thread for thread in threading.enumerate() if thread.name == "syncline-loop"]
+
+
+def test_what_cannot_be_closed_is_said_each_time(silent):
+    async def close():
+        raise OSError("its folder stays")
+
+    engine = blocking_engine(silent)
+    engine._begun = SimpleNamespace(close=close)
+    for _ in range(3):
+        with pytest.raises(OSError, match="folder"):
+            engine.close_blocking()
+
+
+def test_who_waits_in_another_thread_is_not_forgotten_when_the_loop_ends(silent, monkeypatch):
+    """Also where what he waits for takes no cancellation."""
+    monkeypatch.setattr(transfer, "_STOP_S", 0.1)
+    began = threading.Event()
+
+    async def connect():
+        began.set()
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    engine = blocking_engine(silent)
+    monkeypatch.setattr(transfer, "_CALL_OFF_S", 0.1)
+    monkeypatch.setattr(engine, "_connect", connect)
+    with ThreadPoolExecutor(1) as other:
+        connecting = other.submit(engine.connect_blocking)
+        assert began.wait(60)
+        engine.close_blocking()
+        with pytest.raises(ClosedError):
+            connecting.result(60)
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_connect_that_is_cut_off_as_it_closes_is_closed_with_the_engine(turns, silent):
+    before = ours()
+    engine = blocking_engine(silent)
+    connecting = asyncio.create_task(engine.connect())
+    while engine._begun is None or engine._begun._coordinator is None:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)  # it waits for an answer that does not come
+    connecting.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+    await engine.close()
+    await nothing_is_left(before, f"all tasks cancelled {turns} turns after the connect")
+
+
+async def test_a_leader_that_comes_and_goes_is_no_close(tmp_path):
+    """Who waits is told that it came, and not that the receiver is closed."""
+    receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/1", rank=1, world_size=2, leader=f"unix:{tmp_path}/0")
+    await receiver.start()
+    waiting = asyncio.create_task(receiver.joined())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    receiver._member.joined.set()
+    receiver._member.joined.clear()
+    await waiting
+    await receiver.close()
+
+
+async def test_a_link_that_cannot_be_closed_keeps_no_thread_and_no_other_link(tmp_path):
+    before, closed = ours(), []
+
+    def path(name, error=None):
+        async def close():
+            closed.append(name)
+            if error is not None:
+                raise error
+
+        return SimpleNamespace(close=close)
+
+    receiver = Receiver(ModuleLoader(nn.Linear(8, 8)), f"unix:{tmp_path}/s")
+    await receiver.start()
+    receiver._rank._retired = [path("a", RuntimeError("CUDA error: the device is lost")), path("b")]
+    with pytest.raises(RuntimeError, match="lost"):
+        await receiver.close()
+    assert closed == ["a", "b"]
+    await nothing_is_left(before, "a link could not be closed")
+
+
+async def test_a_store_that_hangs_is_told_in_time():
+    may_end = threading.Event()
+    store = SimpleNamespace(check=lambda _keys: may_end.wait(60), set=lambda *_: may_end.wait(60))
+    group = SimpleNamespace(get_group_store=lambda: store)
+    for rank in (0, 1):
+        with pytest.raises(SourceRankLost, match="store"):
+            await meet(group, rank, 2, "127.0.0.1", 0.2)
+    may_end.set()
 
 
 def blocking_engine(port, **knobs):
@@ -356,42 +451,65 @@ async def test_a_close_does_not_wait_for_threads_that_others_keep_busy(tmp_path,
         await receiver.close()
 
 
-@pytest.mark.parametrize("times", [1, 2])
-async def test_what_a_thread_resolves_for_a_source_that_has_gone_is_let_go_of(times, monkeypatch, busy_threads):
-    """Its page-locks must not outlive the memory that they lock."""
-    closed, resolving, may_end = [], threading.Event(), threading.Event()
-
-    class Rig:
-        tmp_nbytes, private = {}, torch.empty(0, dtype=torch.uint8)
-
-        async def close(self):
-            closed.append(self)
+@pytest.fixture
+def resolving(monkeypatch):
+    """A plan that is being resolved on a thread: ``make()`` it; ``began``, ``may_end``; what was let go of is ``closed``."""
+    closed, began, may_end = [], threading.Event(), threading.Event()
+    locks = SimpleNamespace(close=lambda: closed.append("locks"))
 
     def resolve(*_arguments, **_named):
-        resolving.set()
+        began.set()
         may_end.wait(60)
-        return Rig()
+        return SimpleNamespace(tmp_nbytes={}, private=torch.empty(0, dtype=torch.uint8), locks=locks)
 
+    device = SimpleNamespace(device=None, stream=lambda: None, on=lambda _stream: contextlib.nullcontext())
     monkeypatch.setattr(wiring, "on_device", lambda _: True)
     monkeypatch.setattr(wiring, "home_of", lambda _: torch.device("cpu"))
-    device = SimpleNamespace(device=None, stream=lambda: None, on=lambda _stream: contextlib.nullcontext())
     monkeypatch.setattr(wiring, "CudaDevice", lambda _home: device)
     monkeypatch.setattr(wiring, "transport_kinds", lambda *_: {})
     monkeypatch.setattr(wiring, "in_place", lambda _: [])
     monkeypatch.setattr(wiring, "DeviceRig", SimpleNamespace(resolve=resolve))
     source = SimpleNamespace(buffers=list, rank=0)
     plan = SimpleNamespace(source_program=lambda _: SimpleNamespace(tasks=()))
+
+    def make():
+        return wiring.Wiring.make(source, plan, [None], [], SimpleNamespace(workers=1))
+
+    yield SimpleNamespace(make=make, began=began, may_end=may_end, closed=closed)
+    may_end.set()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_what_a_thread_resolves_for_a_source_that_has_gone_is_let_go_of(times, resolving, busy_threads):
+    """Its page-locks must not outlive the memory that they lock."""
     async with busy_threads(), asyncio.timeout(60):
-        making = asyncio.create_task(wiring.Wiring.make(source, plan, [None], [], SimpleNamespace(workers=1)))
-        while not resolving.is_set():
+        making = asyncio.create_task(resolving.make())
+        while not resolving.began.is_set():
             await asyncio.sleep(0.01)
         for _ in range(times):
             making.cancel()
             await asyncio.sleep(0)
-        may_end.set()
+        resolving.may_end.set()
         with pytest.raises(asyncio.CancelledError):
             await making
-    assert len(closed) == 1
+    assert resolving.closed == ["locks"]
+
+
+def test_what_a_thread_resolves_is_let_go_of_after_its_loop_has_ended_too(resolving, monkeypatch):
+    monkeypatch.setattr(wiring, "_SETTLE_S", 0.05)
+
+    async def main():
+        making = asyncio.create_task(resolving.make())
+        while not resolving.began.is_set():
+            await asyncio.sleep(0.01)
+        making.cancel()
+
+    asyncio.run(main())
+    assert resolving.closed == []
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "syncline-resolve")
+    resolving.may_end.set()
+    thread.join(60)
+    assert resolving.closed == ["locks"]
 
 
 @pytest.mark.parametrize("when", ["start", "on_commit", "pause"])

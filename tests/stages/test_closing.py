@@ -78,6 +78,20 @@ async def test_a_close_whose_own_task_is_cancelled_goes_on(turns):
     assert things.left == []
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_close_goes_on_where_its_caller_is_cancelled_with_it(turns):
+    """As by `asyncio.run`, of a close that was begun as the last that a program does."""
+    things = Things()
+    calling = asyncio.create_task(things.closing())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    begun = things.closing.begun
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.gather(calling, return_exceptions=True)
+    assert (things.left == []) == begun
+
+
 async def test_a_caller_that_is_cancelled_is_told_so_at_the_end():
     things = Things()
     calling = asyncio.create_task(things.closing())
@@ -147,3 +161,6 @@ async def test_steps_go_on_where_one_has_failed():
         await in_turn(step("a", OSError("first")), step("b", ValueError("second")), step("c"))
     assert done == ["a", "b", "c"]
     await in_turn()
+    with pytest.raises(SynclineError, match="cancelled"):  # by whoever: the caller was not
+        await in_turn(step("d", asyncio.CancelledError()), step("e"))
+    assert done[-1] == "e"
