@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 
 import pytest
 
 from syncline.adapters.engines.sglang import SGLangTarget
 from syncline.adapters.engines.sglang.hold import Hold
 from syncline.engine import TransferConfig
-from syncline.engine.errors import BusyError, LoaderError, ProtocolError, TargetUnreachable
+from syncline.engine.errors import BusyError, ConfigError, LoaderError, ProtocolError, TargetUnreachable
 
 
 class Front:
@@ -29,7 +31,7 @@ def holds(tmp_path):
 
     def make(front: Front, place: str = "here", patience_s: float = 60.0) -> Hold:
         folder = tmp_path / place
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         made.append(Hold(front, life="one", patience_s=patience_s, folder=folder))
         return made[-1]
 
@@ -121,6 +123,52 @@ async def test_the_mark_keeps_another_host_out_while_it_goes_on(holds) -> None:
 async def test_what_nobody_writes_is_free(holds, said: str) -> None:
     front = Front(said)
     assert await holds(front, "there").take() == said
+
+
+@pytest.mark.parametrize("then", ["gone", "open to others", "a file", "no place for it"])
+async def test_the_folder_of_the_locks_may_go_at_any_time(holds, tmp_path, then: str) -> None:
+    """It is empty between pushes, and among temporary files, which others clean up."""
+    folder, front = tmp_path / "here", Front()
+    mine, other = holds(front), holds(front)
+    shutil.rmtree(folder if then != "no place for it" else tmp_path)
+    if then == "open to others":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif then == "a file":
+        folder.write_text("x")
+    if then == "gone":
+        assert await mine.take() == "3" and folder.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(BusyError):
+            await other.take()
+        return
+    with pytest.raises(ConfigError if then == "open to others" else LoaderError, match=r"0700|TMPDIR"):
+        await mine.take()
+    assert not mine.held
+
+
+async def test_a_lock_file_that_stays_keeps_nobody_out(holds, monkeypatch) -> None:
+    mine, other = holds(Front()), holds(Front())
+
+    def refuses(*_: object, **__: object) -> None:
+        raise PermissionError("read-only now")
+
+    await mine.take()
+    with monkeypatch.context() as stays:
+        stays.setattr(Path, "unlink", refuses)
+        mine.release()
+    assert await other.take() == "3"
+
+
+async def test_a_lock_file_that_was_cleaned_away_takes_nobody_elses_with_it(holds) -> None:
+    mine, other, third = holds(Front()), holds(Front()), holds(Front())
+    await mine.take()
+    mine._common._path.unlink()
+    await other.take()
+    mine.release()
+    with pytest.raises(BusyError):
+        await third.take()
+    other.release()
+    assert await third.take() == "3"
 
 
 async def test_a_server_that_is_not_sglang(aiohttp_404) -> None:

@@ -217,6 +217,85 @@ async def test_weights_that_may_be_gone_are_none(scripted, how: str) -> None:
         assert not resumed(scripted) and receiver.state == "FENCED"
 
 
+def flushes_slowly(receiver: SGLangReceiver, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """As one does whose requests end one after the other."""
+    gate, flush = Gate(), receiver.front.flush_cache
+
+    async def slowly(*how: Any) -> bool:
+        await gate()
+        return await flush(*how)
+
+    monkeypatch.setattr(receiver.front, "flush_cache", slowly)
+    return gate
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+@pytest.mark.parametrize("pauses", [False, True])
+async def test_a_push_that_begins_before_memory_goes_keeps_it(scripted, monkeypatch, tag: str, pauses: bool) -> None:
+    async with stand_in(scripted) as receiver:
+        flushes = flushes_slowly(receiver, monkeypatch)
+        before = receiver._receiver
+        releasing = asyncio.create_task(receiver.release_memory([tag]))
+        await flushes.came.wait()
+        with monkeypatch.context() as pushing:
+            pushing.setattr(receiver, "_busy", lambda: True)
+            if pauses:
+                await receiver._serving.pause("keep")
+            flushes.open.set()
+            with pytest.raises(BusyError, match="a push into"):
+                await releasing
+            assert resumed(scripted) != pauses
+        if pauses:
+            await receiver._serving.hold.confirm()
+            await receiver._serving.resume(3)
+        assert "release_memory_occupation" not in scripted.paths()
+        assert receiver._receiver is before and scripted.version == "3"
+        assert receiver._state.paused is None and await is_free(receiver)
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+async def test_a_push_that_came_and_went_before_memory_goes_resumes_nothing(scripted, monkeypatch, tag: str) -> None:
+    """Requests would run where memory is taken away."""
+    async with stand_in(scripted) as receiver:
+        scripted.paths()
+        flushes = flushes_slowly(receiver, monkeypatch)
+        releasing = asyncio.create_task(receiver.release_memory([tag]))
+        await flushes.came.wait()
+        await receiver._serving.pause("keep")
+        await receiver._serving.resume(3)
+        flushes.open.set()
+        await releasing
+        assert "continue_generation" not in scripted.paths()
+        await receiver.resume_memory()
+        assert resumed(scripted) == (tag == "kv_cache") and receiver.state == ("FENCED" if tag == "weights" else "COMMITTED")
+        assert await is_free(receiver)
+
+
+async def test_a_push_that_is_given_up_where_weights_go_resumes_nothing(scripted, monkeypatch) -> None:
+    """It has paused the server while that was told that its weights are none, and ends with the receiver that it came to."""
+    async with stand_in(scripted) as receiver:
+        scripted.paths()
+        close = receiver._receiver.close
+
+        async def gives_up() -> None:
+            await receiver._serving.resume(3)
+            await close()
+
+        monkeypatch.setattr(receiver._receiver, "close", gives_up)
+        await receiver.release_memory(["weights"])
+        assert "continue_generation" not in scripted.paths()
+        assert receiver.state == "FENCED" and scripted.version == "syncline-unfinished"
+
+
+async def test_weights_that_are_none_are_not_resumed(scripted) -> None:
+    scripted.answers["model_info"] = (200, {"weight_version": "syncline-unfinished"})
+    async with stand_in(scripted) as receiver:
+        await receiver._serving.hold.take()
+        await receiver._serving.resume(3)
+        assert "continue_generation" not in scripted.paths()
+        assert await is_free(receiver)
+
+
 async def test_a_server_that_was_started_anew_has_released_nothing(scripted) -> None:
     async with stand_in(scripted) as receiver:
         await receiver.release_memory(["kv_cache"])
@@ -227,6 +306,62 @@ async def test_a_server_that_was_started_anew_has_released_nothing(scripted) -> 
         assert (receiver.state, receiver.version) == ("COMMITTED", 4)
         with pytest.raises(ConfigError, match="'kv_cache' is not released"):
             await receiver.resume_memory(["kv_cache"])
+
+
+@pytest.mark.parametrize("by", ["a look", "the watch"])
+async def test_what_cannot_be_closed_keeps_no_new_life_out(scripted, caplog, by: str) -> None:
+    async def stays() -> None:
+        raise OSError("its folder stays")
+
+    async with stand_in(scripted, watch_s=0.01 if by == "the watch" else 60) as receiver:
+        for life in range(1, 4):
+            receiver._way.close = stays
+            info = scripted.answers["server_info"][1]
+            scripted.answers["server_info"] = (200, {**info, "startup_time": {"process": life}})
+            scripted.answers["model_info"] = (200, {"weight_version": str(3 + life)})
+            if by == "a look":
+                await receiver.attach()
+            await until(lambda life=life: receiver.version == 3 + life, "it stands in for the new one")
+        assert caplog.text.count("its folder stays") == 3
+
+
+async def test_who_closes_it_is_told_what_could_not_be_closed(scripted) -> None:
+    receiver = stand_in(scripted)
+    await receiver.start()
+
+    async def stays() -> None:
+        raise OSError("its folder stays")
+
+    receiver._way.close = stays
+    with pytest.raises(OSError, match="its folder stays"):
+        await receiver.close()
+    assert not receiver.attached and receiver.front._session is None
+    await receiver.close()
+
+
+async def test_the_watch_outlives_what_the_system_refuses(scripted, monkeypatch) -> None:
+    receiver = stand_in(scripted, watch_s=0.01)
+    refused = asyncio.Event()
+
+    async def refuses() -> Any:
+        refused.set()
+        raise OSError("too many open files")
+
+    async with receiver:
+        with monkeypatch.context() as full:
+            full.setattr(receiver.front, "info", refuses)
+            scripted.answers["model_info"] = (200, {"weight_version": "4"})  # by another source
+            await refused.wait()
+        await until(lambda: receiver.version == 4, "it looks again")
+
+
+async def test_it_is_started_once(scripted) -> None:
+    receiver = stand_in(scripted)
+    found = await asyncio.gather(receiver.start(), receiver.start(), return_exceptions=True)
+    assert [type(each) for each in found] == [type(None), ClosedError] and "runs already" in str(found[1])
+    assert receiver.attached
+    await receiver.close()
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "syncline-sglang-watch"]
 
 
 class Kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -171,6 +172,53 @@ async def test_a_folder_is_removed_when_no_thread_writes_into_it(disk, monkeypat
     if how == "closed":
         with pytest.raises(ClosedError):
             await disk.way.send(None, None, None)
+
+
+@pytest.mark.parametrize("ends", ["drop", "close"])
+async def test_a_thread_that_is_stuck_holds_nobody_up(disk, monkeypatch, ends: str) -> None:
+    """As it is where the folder lies on a mount whose server is gone. The folder goes when the thread has ended."""
+    monkeypatch.setattr(ways, "_REMOVED_S", 0.05)
+    writing, go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def stuck(path: Path, *_: object) -> None:
+        loop.call_soon_threadsafe(writing.set)
+        go_on.wait(60)
+        path.write_text("x")
+
+    await disk.way.begin(disk.info, "target")
+    monkeypatch.setattr(ways, "_write", stuck)
+    sending = asyncio.create_task(disk.way.send(None, None, None))
+    try:
+        async with asyncio.timeout(20):
+            await writing.wait()
+            await getattr(disk.way, ends)()
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            if ends == "drop":  # the next push has a folder of its own
+                await disk.way.begin(disk.info, "target")
+                await disk.way.close()
+        assert len(list(disk.parent.iterdir())) == 1
+    finally:
+        go_on.set()
+    async with asyncio.timeout(20):
+        while list(disk.parent.iterdir()):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_thread_that_comes_after_the_removal_makes_nothing(disk) -> None:
+    """Whoever started it was cancelled before it had run."""
+    folder = ways._Folder(str(disk.parent))
+    await folder.remove()
+    await folder.fill(lambda path: path.mkdir())
+    assert not list(disk.parent.iterdir())
+
+
+async def test_only_the_user_sees_what_is_pushed(disk) -> None:
+    await disk.way.begin(disk.info, "target")
+    (folder,) = disk.parent.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) == 3
+    await disk.way.close()
 
 
 async def nothing() -> None:

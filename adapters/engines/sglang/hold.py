@@ -16,13 +16,16 @@ then at the server is no version, and only a whole push makes one of it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fcntl
 import hashlib
 import os
 import secrets
+import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from syncline.engine.errors import BusyError, ConfigError, LoaderError
@@ -39,14 +42,19 @@ class Hold:
         front: the server.
         life: names the server on this host; see `ServerInfo.life`.
         patience_s: a mark of another host that has stood still so long is a dead one's, in seconds.
-        folder: of the lock files; None takes a 0700 one of this user, beside other temporary files.
+        folder: of the lock files, 0700; None takes one of this user, beside other temporary files.
+
+    Raises:
+        ConfigError: the folder belongs to another user, or is open to others.
+        LoaderError: it cannot be made.
     """
 
     def __init__(self, front: SGLangFront, *, life: str, patience_s: float, folder: Path | None = None) -> None:
         self._front, self.life, self._patience_s = front, life, patience_s
-        folder = _own_folder() if folder is None else folder
+        folder = Path(tempfile.gettempdir()) / f"syncline-{os.getuid()}" if folder is None else folder
         path = folder / f"sglang-{life or hashlib.sha256(front.url.encode()).hexdigest()[:16]}.lock"
-        found = folder.stat()
+        with _lock_files(folder):
+            found = _own(folder)
         self._place = hashlib.sha256(f"{host_id()}|{found.st_dev}:{found.st_ino}".encode()).hexdigest()[:8]
         self._who = f"{self._place}.{secrets.token_hex(4)}"
         self._common = _Common(path, front.url)
@@ -72,6 +80,7 @@ class Hold:
 
         Raises:
             BusyError: another stand-in changes it now.
+            ConfigError, LoaderError: it cannot be locked here; says why.
         """
         if self.held:
             return await self._front.weight_version()
@@ -151,12 +160,16 @@ class _Common:
             return
         self.holders.remove(hold)
         if not self.holders:
-            self._path.unlink(missing_ok=True)  # while it is locked: nobody else's
+            with contextlib.suppress(OSError):  # one that stays keeps nobody out
+                if self._is_there(self._file):  # ours and locked, so nobody else's; a cleaner may have made room for another's
+                    self._path.unlink()
             os.close(self._file)
 
     def _lock(self) -> int:
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with _lock_files(self._path.parent):
+                _own(self._path.parent)  # a cleaner of temporary files may have removed it: it is empty between pushes
+                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -177,11 +190,22 @@ class _Common:
             return False
 
 
-def _own_folder() -> Path:
-    """Raises `ConfigError` if it belongs to another user, or is open to others."""
-    folder = Path(tempfile.gettempdir()) / f"syncline-{os.getuid()}"
+def _own(folder: Path) -> os.stat_result:
+    """Make it unless it is there. Raises `ConfigError` if it belongs to another user, or is open to others."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
-    if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError([f"folder {folder} does not belong to this user alone; it must be a folder of its own, 0700"])
-    return folder
+    return found
+
+
+@contextlib.contextmanager
+def _lock_files(folder: Path) -> Iterator[None]:
+    """``with``: an `OSError` becomes a `LoaderError` that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise LoaderError(
+            f"no lock file can be made in {folder} ({error}); make {folder.parent} a folder where this user may write, or set "
+            "TMPDIR to one"
+        ) from error

@@ -35,12 +35,14 @@ class ServerState:
             None while an update is under way.
         paused: how it was paused by us; None: it was not.
         released: kinds of memory that it has given back.
+        releasing: it is about to give memory back, and stays paused for that.
     """
 
     info: ServerInfo
     weight_version: str | None
     paused: PauseMode | None = None
     released: set[MemoryTag] = field(default_factory=set)
+    releasing: bool = False
 
 
 class SGLangServing:
@@ -133,9 +135,9 @@ class SGLangServing:
         await self._front.set_weight_version(await self._front.weight_version())
 
     async def resume(self, version: int) -> None:
-        """Generation goes on; not while memory is released, which has to be resumed first."""
+        """Generation goes on; not while memory is released, which has to be resumed first, or about to be."""
         self._in_push = False
-        if self._state.released:
+        if self._state.released or self._state.releasing:
             return
         if not self.hold.ours:
             log.warning("SGLang at %s is not resumed: another source holds it", self._front.url)
@@ -158,11 +160,10 @@ class SGLangServing:
     async def _unmark(self, said: str) -> None:
         """Before it goes on: it is still ours, and says which weights it has."""
         whole = self._state.weight_version
-        if whole is not None and said == whole:
-            return
-        if whole is None or not self.hold.is_mine(said):
-            raise _NotOurs(f"{self._front.url} says weight version {said!r}, not {whole!r}: it is not resumed")
-        await self._front.set_weight_version(whole)
+        if whole is None or whole == UNFINISHED or not (said == whole or self.hold.is_mine(said)):
+            raise _NotOurs(f"{self._front.url} says weight version {said!r}, where {whole!r} was left: it is not resumed")
+        if said != whole:
+            await self._front.set_weight_version(whole)
 
     async def fence(self, reason: str) -> None:
         """Pause if that has not been done; requests that are being answered end with SGLang's own error."""

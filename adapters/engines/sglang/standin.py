@@ -104,13 +104,13 @@ class SGLangReceiver:
         self._serving: SGLangServing | None = None
         self._way: Way | None = None
         self._layout: Layout | None = self.options.layout
+        self._started = False
         self._watch: asyncio.Task[None] | None = None
         self._hold: Hold | None = None
         self._changing = asyncio.Lock()
         self._changer: asyncio.Task[Any] | None = None
         self._called_off: asyncio.Task[Any] | None = None
         self._released: set[MemoryTag] = set()
-        self._detaching: Closing | None = None
         self._closing = Closing(self._close, "syncline-sglang-close")
 
     async def start(self) -> None:
@@ -122,9 +122,10 @@ class SGLangReceiver:
             PlanError: the tensors of its model are not known.
             BusyError: another source is updating it, and goes on with that.
         """
-        if self._closing.begun or self._watch is not None:
+        if self._closing.begun or self._started:
             raise ClosedError(_CLOSED if self._closing.begun else "it runs already")
         self._closing.here()
+        self._started = True
         try:
             async with asyncio.timeout(_STARTING_S):
                 await self._attach_when_up()
@@ -205,8 +206,7 @@ class SGLangReceiver:
             assert self._hold is not None
             try:
                 said = await self._hold.take()  # for as long as memory is released: nobody else knows of that
-                if self._busy():
-                    raise BusyError(f"a push into {self.front.url} is under way; release its memory when that has ended")
+                self._require_no_push()
                 self._serving.expect(said)
                 await self._release(tags, self._serving)
             finally:
@@ -215,20 +215,27 @@ class SGLangReceiver:
 
     async def _release(self, tags: Sequence[MemoryTag], serving: SGLangServing) -> None:
         """Weights are none before they go; and whatever ends the call but the server's word, the memory counts as gone."""
+        assert self._state is not None
+        state = self._state
+        state.releasing = True
         try:
-            await self._release_halted(tags, serving)
+            await self._release_halted(tags, serving, state)
         except BaseException:
+            state.releasing = False
             if not self._released and self._receiver is not None:
                 await self._give_back(serving, self._receiver.serving_version)
             raise
+        state.releasing = False
+        if "weights" in tags:
+            await self._attach()
 
-    async def _release_halted(self, tags: Sequence[MemoryTag], serving: SGLangServing) -> None:
+    async def _release_halted(self, tags: Sequence[MemoryTag], serving: SGLangServing, state: ServerState) -> None:
         await serving.halt("abort")
         await serving.drop_cache()
+        self._require_no_push()  # one may have begun: the server has taken the time that it likes
         if "weights" in tags:
-            assert self._state is not None
             await self.front.set_weight_version(UNFINISHED)
-            self._state.weight_version = UNFINISHED
+            state.weight_version = UNFINISHED
             await self._detach()  # what believes in them
         self._released.update(tags)
         try:
@@ -236,8 +243,10 @@ class SGLangReceiver:
         except (AuthError, LoaderError, ProtocolError):
             self._released.difference_update(tags)
             raise
-        if "weights" in tags:
-            await self._attach()
+
+    def _require_no_push(self) -> None:
+        if self._busy():
+            raise BusyError(f"a push into {self.front.url} is under way; release its memory when that has ended")
 
     async def resume_memory(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Have the server take memory again: what was released, or a part of it. Without a push it serves again if its weights
@@ -286,7 +295,7 @@ class SGLangReceiver:
     async def _end_life(self) -> None:
         async with self._changing:
             try:
-                await self._detach(_LAST_S)
+                await self._end_receiver(_LAST_S)
             finally:
                 if self._hold is not None:
                     self._hold.release()
@@ -430,20 +439,25 @@ class SGLangReceiver:
         await self.front.end(self._state.info.dialect, if_open=True)
         await serving.drop_cache()
 
-    async def _detach(self, patience_s: float = 0.0) -> None:
+    async def _detach(self) -> None:
+        """`_end_receiver`, for the sake of the next: that does not fail over a part of this one that could not be closed."""
+        try:
+            await self._end_receiver(0.0)
+        except Exception as error:  # noqa: BLE001 - whatever could not be closed
+            log.warning("SGLang at %s: something that was made for it could not be closed: %r", self.front.url, error)
+
+    async def _end_receiver(self, patience_s: float) -> None:
         """Let go of what was made for one life of the server. All of it, also where the caller is cancelled."""
         receiver, self._receiver = self._receiver, None
         way, self._way = self._way, None
-        closes: list[Callable[[], Awaitable[None]]] = [] if self._detaching is None else [self._detaching]  # that was cut off
+        closes: list[Callable[[], Awaitable[None]]] = []
         if receiver is not None:
             closes.append(receiver.close)
         if self._serving is not None:
             closes.append(partial(self._serving.close, patience_s))
         if way is not None:
             closes.append(way.close)
-        self._detaching = Closing(lambda: in_turn(*closes), "syncline-sglang-detach")
-        await self._detaching()
-        self._detaching = None
+        await Closing(lambda: in_turn(*closes), "syncline-sglang-detach")()
 
     def _find_layout(self, info: ServerInfo) -> Layout:
         """Reads files and builds a model without memory: off the event loop."""
@@ -482,7 +496,7 @@ class SGLangReceiver:
             await self._look()
         except BusyError as error:
             log.debug("SGLang at %s: %s", self.front.url, error)
-        except (SynclineError, ValueError, TypeError) as error:  # the latter: an answer that is none of SGLang's
+        except (SynclineError, OSError, ValueError, TypeError) as error:  # the last two: an answer that is none of SGLang's
             log.debug("SGLang at %s: %s", self.front.url, error)
             if self._receiver is not None and not self._busy():
                 log.warning("SGLang at %s is lost: %s", self.front.url, error)

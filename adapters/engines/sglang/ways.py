@@ -6,8 +6,10 @@ import asyncio
 import base64
 import contextlib
 import pickle  # noqa: TID251 - one endpoint of SGLang wants to be sent one; see `TensorWay`
+import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +17,7 @@ from typing import Protocol
 import torch
 
 from syncline.engine.errors import ClosedError, SynclineError, TargetLost, TargetUnreachable, TransportError
-from syncline.stages.closing import uninterrupted
+from syncline.stages.completions import Signal
 from syncline.stages.copies import torch_dtype
 from syncline.stages.workers import call_in_thread
 
@@ -26,6 +28,8 @@ from .front import Selector, ServerInfo, SGLangFront
 _GROUP_S = 60.0
 _LAST_WORD_S = 5.0
 """After our side has failed, the server is given so long to say how it saw that."""
+_REMOVED_S = 3.0
+"""So long folders are waited for that are to be removed."""
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
@@ -156,7 +160,7 @@ class DiskWay:
     """Implements `Way` by a checkpoint in a temporary folder, which the server reads: the last resort.
 
     The server takes the folder for its model's from then on, so it is kept until the next one is read, or until `close`. It is
-    removed when no thread writes into it any more.
+    removed when no thread writes into it any more, which `drop` and `close` wait for, but not for ever.
 
     Args:
         front: the server, on this machine or one that sees the same folders.
@@ -167,53 +171,46 @@ class DiskWay:
     def __init__(self, front: SGLangFront, *, parent: str | None, timeout_s: float) -> None:
         self._front, self._parent, self._timeout_s = front, parent, timeout_s
         self._model = ""
-        self._folder: Path | None = None
-        self._read: Path | None = None
+        self._folder: _Folder | None = None
+        self._read: _Folder | None = None
         self._files = 0
         self._version: str | None = None
-        self._turn = asyncio.Lock()
         self._closed = False
 
     async def begin(self, info: ServerInfo, selector: Selector) -> None:
         await self.drop()
-        async with self._turn:
-            if self._closed:
-                raise self._was_closed()
-            if self._read is None:
-                self._model = info.model_path
-            self._files, self._version = 0, None
-            folder = self._folder = Path(tempfile.mkdtemp(prefix="syncline-sglang-", dir=self._parent))
-            await uninterrupted(_in_thread(lambda: self._fill(folder)))
+        if self._closed:
+            raise self._was_closed()
+        if self._read is None:
+            self._model = info.model_path
+        self._files, self._version = 0, None
+        self._folder = _Folder(self._parent)
+        await self._folder.fill(self._make)
 
     async def send(self, bucket: Bucket, data: torch.Tensor, version: str | None) -> None:
-        async with self._turn:
-            folder = self._open()
-            self._files += 1
-            self._version = version
-            path = folder / f"model-{self._files:05d}.safetensors"
-            await uninterrupted(_in_thread(lambda: _write(path, bucket, data)))
+        folder = self._open()
+        self._files += 1
+        self._version = version
+        path = folder.path / f"model-{self._files:05d}.safetensors"
+        await folder.fill(lambda _: _write(path, bucket, data))
 
     async def end(self) -> None:
         folder = self._open()
-        await self._front.update_from_disk(folder=str(folder), version=self._version, timeout_s=self._timeout_s)
+        await self._front.update_from_disk(folder=str(folder.path), version=self._version, timeout_s=self._timeout_s)
         before, self._read, self._folder = self._read, self._open(), None
-        if before is not None:
-            await _remove(before)
+        await _remove(before)
 
     async def drop(self) -> None:
-        async with self._turn:
-            folder, self._folder = self._folder, None
-            if folder is not None:
-                await _remove(folder)
+        folder, self._folder = self._folder, None
+        await _remove(folder)
 
     async def close(self) -> None:
         self._closed = True
-        await self.drop()
+        folder, self._folder = self._folder, None
         read, self._read = self._read, None
-        if read is not None:
-            await _remove(read)
+        await _remove(folder, read)
 
-    def _open(self) -> Path:
+    def _open(self) -> _Folder:
         """The folder that is being filled."""
         if self._folder is None:
             raise self._was_closed()
@@ -222,8 +219,9 @@ class DiskWay:
     def _was_closed(self) -> ClosedError:
         return ClosedError(f"the way to {self._front.url} was closed")
 
-    def _fill(self, folder: Path) -> None:
+    def _make(self, folder: Path) -> None:
         """With everything of the model but its weights."""
+        folder.mkdir(mode=0o700)
         model = Path(self._model)
         if model.is_dir():
             for file in model.iterdir():
@@ -277,13 +275,43 @@ async def _broadcast(group: UpdateGroup, data: torch.Tensor, timeout_s: float) -
     await group.broadcast(data, patience_s=timeout_s)
 
 
-async def _remove(folder: Path) -> None:
-    await _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+class _Folder:
+    """A temporary folder that threads of its own fill and remove, one at a time.
+
+    One of them may be stuck, where the folder is on a mount whose server is gone. Whoever waits may stop waiting then: what is
+    to be removed goes when that thread has ended.
+    """
+
+    def __init__(self, parent: str | None) -> None:
+        place = Path(tempfile.gettempdir() if parent is None else parent)
+        self.path = place.absolute() / f"syncline-sglang-{secrets.token_hex(8)}"
+        self._turn = threading.Lock()
+        self._unwanted = False
+
+    def fill(self, work: Callable[[Path], None]) -> Signal[None]:
+        """Have ``work`` write into it, unless it is to be removed."""
+        return self._in_turn(lambda: None if self._unwanted else work(self.path))
+
+    def remove(self) -> Signal[None]:
+        """When no thread writes into it any more."""
+        self._unwanted = True
+        return self._in_turn(lambda: shutil.rmtree(self.path, ignore_errors=True))
+
+    def _in_turn(self, work: Callable[[], None]) -> Signal[None]:
+        def run() -> None:
+            with self._turn:
+                work()
+
+        return call_in_thread(run, name="syncline-folder")
 
 
-async def _in_thread(work: Callable[[], None]) -> None:
-    """Also while others keep asyncio's own threads busy: closing waits for it."""
-    await call_in_thread(work, name="syncline-folder")
+async def _remove(*folders: _Folder | None) -> None:
+    """Begun at once, also for who is cancelled."""
+    removals = [folder.remove() for folder in folders if folder is not None]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REMOVED_S):
+            for removal in removals:
+                await removal
 
 
 def _view(slot: Slot, data: torch.Tensor) -> torch.Tensor:
