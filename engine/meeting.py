@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 _KEY = "syncline/rank-0"
 _LOOK_EVERY_S = 0.02
+_ANSWER_S = 1.0
+"""A store gets so long to answer, however little is left: that it hangs is not said of one that does not."""
 
 
 class Card(msgspec.Struct, kw_only=True):
@@ -60,7 +62,7 @@ async def _find_rank_0(store: c10d.Store, rank: int, world_size: int, timeout_s:
     until = time.monotonic() + timeout_s
     followed, reason = b"", "rank 0 did not come to connect"
     while (left := until - time.monotonic()) > 0:
-        payload = await _asked(partial(_read, store), left)
+        payload = await _asked(partial(_read, store), max(left, _ANSWER_S))
         if payload != followed:
             card = msgspec.json.decode(payload, type=Card)
             spoke = Spoke(rank, world_size)

@@ -80,6 +80,8 @@ class Session:
         self._coordination: Coordination | None = None
         self._coordinator: Coordinator | None = None
         self._wiring: Wiring | None = None
+        self._replaced: Wiring | None = None
+        """That of before, until it is closed."""
         self._attempt = 0
         self._called = 0.0
         self._steps: list[Step] = []
@@ -125,7 +127,8 @@ class Session:
 
     async def close(self) -> None:
         """Close everything in bounded time. Idempotent."""
-        closing = [part.close for part in (self._wiring, self._coordinator, self._coordination) if part is not None]
+        parts = (self._replaced, self._wiring, self._coordinator, self._coordination)
+        closing = [part.close for part in parts if part is not None]
         await in_turn(*closing, self._leave)
 
     async def _leave(self) -> None:
@@ -262,9 +265,10 @@ class Session:
             payload = await self._exchange("misfits", b"", partial(self._decide_misfits, error))
             plan, sources, targets = await asyncio.to_thread(_plan, payload, self.config, addresses)
         await self._exchange("planned", plan.digest.encode(), coordinator.decide_planned if coordinator else _not_here)
-        old, self._wiring = self._wiring, None
-        if old is not None:
-            await uninterrupted(old.close())
+        self._replaced, self._wiring = self._wiring, None
+        if self._replaced is not None:
+            await uninterrupted(self._replaced.close())
+            self._replaced = None
 
         async def make() -> None:
             self._wiring = await Wiring.make(self.source, plan, sources, targets, self.config, ranges=self._ranges)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from syncline.scheduler.layout import Manifest
+from syncline.stages.closing import in_turn
 
 from .address import Address
 from .config import TransferConfig
@@ -263,6 +264,4 @@ class TargetHandle:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-        if self._client is not None:
-            await self._client.close()
-        await self._target.close()
+        await in_turn(*([] if self._client is None else [self._client.close]), self._target.close)

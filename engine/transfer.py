@@ -131,6 +131,8 @@ class TransferEngine:
             self._connecting = None
 
     async def _connect(self) -> None:
+        if self._begun is not None:  # that of an attempt before, which could not be closed then
+            await uninterrupted(self._begun.close())
         self._begun = session = Session(self.source, self.targets, self.config, self._ranges)
         try:
             await session.connect()

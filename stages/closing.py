@@ -110,13 +110,16 @@ class Closing:
             self._task = self._start()
         if self._task is asyncio.current_task():
             raise SynclineError("what is being closed waits for its own end")
-        cancelled = await _ended(self._task)
-        while self._task.cancelled():  # before its first step: nothing else ends it so
-            self._task = self._start()
-            cancelled = await _ended(self._task) or cancelled
+        task = self._task  # others may begin it anew before this one wakes up
+        cancelled = await _ended(task)
+        while task.cancelled():  # before its first step: nothing else ends it so
+            if self._task is task:
+                self._task = self._start()
+            task = self._task
+            cancelled = await _ended(task) or cancelled
         if cancelled:
             raise asyncio.CancelledError
-        self._task.result()
+        task.result()
 
     def _start(self) -> asyncio.Task[None]:
         return asyncio.create_task(self._to_its_end(), name=self._name)

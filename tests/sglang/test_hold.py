@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from pathlib import Path
 
@@ -156,6 +157,25 @@ async def test_a_lock_file_that_stays_keeps_nobody_out(holds, monkeypatch) -> No
     with monkeypatch.context() as stays:
         stays.setattr(Path, "unlink", refuses)
         mine.release()
+    assert await other.take() == "3"
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fstat"])
+async def test_a_lock_that_the_system_refuses_is_no_lock(holds, monkeypatch, call: str) -> None:
+    """As where the disk is full: whoever comes next must not find it locked by nobody."""
+    mine, other = holds(Front()), holds(Front())
+
+    def refuses(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, call, refuses)
+        if call == "fstat":
+            with pytest.raises(LoaderError, match="No space"):
+                await mine.take()
+        else:
+            await mine.take()
+    mine.release()
     assert await other.take() == "3"
 
 

@@ -111,6 +111,33 @@ async def test_a_close_that_failed_is_begun_anew():
     assert things.left == []
 
 
+async def test_who_waits_for_a_close_that_failed_is_told_that_also_where_another_begins_it_anew():
+    things = Things(fails=1)
+
+    async def again():
+        with pytest.raises(OSError, match="stays"):
+            await things.closing()
+        await things.closing()
+
+    first, other = asyncio.create_task(again()), asyncio.create_task(things.closing())
+    with pytest.raises(OSError, match="stays"):
+        await other
+    await first
+    assert things.left == []
+
+
+async def test_who_comes_to_a_close_as_its_task_is_cancelled_waits_for_its_end():
+    things = Things()
+    first = asyncio.create_task(things.closing())
+    while things.closing._task is None:
+        await asyncio.sleep(0)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await things.closing()
+    assert things.left == []
+    await asyncio.gather(first, return_exceptions=True)
+
+
 async def test_a_close_that_is_cut_off_from_within_is_an_error_and_no_cancellation():
     async def close():
         asyncio.get_running_loop().create_future().cancel()

@@ -170,18 +170,26 @@ class _Common:
             with _lock_files(self._path.parent):
                 _own(self._path.parent)  # a cleaner of temporary files may have removed it: it is empty between pushes
                 file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                who = os.pread(file, 32, 0).decode(errors="replace").strip()
-                os.close(file)
-                raise BusyError(
-                    f"another source (process {who or 'unknown'}) is updating {self._url}; push again when it has ended"
-                ) from None
-            if self._is_there(file):
-                os.pwrite(file, str(os.getpid()).encode(), 0)
+                mine = False
+                try:
+                    self._lock_file(file)
+                    mine = self._is_there(file)  # else whoever held it has just removed it
+                finally:
+                    if not mine:
+                        os.close(file)
+            if mine:
+                with contextlib.suppress(OSError):  # whose it is is said as a courtesy
+                    os.pwrite(file, str(os.getpid()).encode(), 0)
                 return file
-            os.close(file)  # whoever held it has just removed it
+
+    def _lock_file(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(file, 32, 0).decode(errors="replace").strip()
+            raise BusyError(
+                f"another source (process {who or 'unknown'}) is updating {self._url}; push again when it has ended"
+            ) from None
 
     def _is_there(self, file: int) -> bool:
         try:

@@ -101,10 +101,12 @@ class SGLangTarget:
 
     async def close(self) -> None:
         """End the stand-in. The server goes on with what it serves."""
-        standin, self._standin = self._standin, None
-        if standin is not None:
-            await standin.close()
-        await self._remove_folder()
+        try:
+            if self._standin is not None:
+                await self._standin.close()
+                self._standin = None
+        finally:
+            await self._remove_folder()
 
     async def _remove_folder(self) -> None:
         folder, self._folder = self._folder, ""

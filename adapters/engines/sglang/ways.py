@@ -28,8 +28,8 @@ from .front import Selector, ServerInfo, SGLangFront
 _GROUP_S = 60.0
 _LAST_WORD_S = 5.0
 """After our side has failed, the server is given so long to say how it saw that."""
-_REMOVED_S = 3.0
-"""So long folders are waited for that are to be removed."""
+_REMOVED_S = 15.0
+"""So long folders are waited for that are to be removed: a large one takes a while, and a process that ends leaves the rest."""
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
